@@ -52,11 +52,12 @@ from ultrabench.partial_step import (
 )
 from ultrabench.run import RunSpec
 from ultrabench.standing import NEAR_BEST
-from ultrabench.step_time import MIN_SAMPLES
+from ultrabench.step_time import MIN_SAMPLES, ci95_rel
 from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.running.attempts import MAX_CONTENDERS
+from ultrabench.sweep.running.outliers import SAME_START_TOLERANCE
 
 CELLS = ("tiny", "tiny-gqa", "tiny-moe")
 """The models; each has one cell, of two ranks."""
@@ -293,6 +294,37 @@ def summary(rows: Sequence[Row], clock: str = "s") -> Row:
     }
 
 
+def starts_with_both(starts: Sequence[Row], clock: str = "s") -> list[tuple[float, float]]:
+    """For each start with enough steps the time of its first whole steps over that by the parts after them, as a
+    logarithm, and the half-width of its interval; so a run is measured in full."""
+    departure_by_kind, ratios = departures(starts, clock), list[tuple[float, float]]()
+    for start in starts:
+        steps = [step for step in start["steps"] if step["kind"] != "warmup"]
+        whole_places = [place for place, step in enumerate(steps) if step["kind"] == "whole"]
+        if len(whole_places) <= MIN_SAMPLES:
+            continue
+        whole_s = [steps[place][clock] for place in whole_places[:MIN_SAMPLES]]
+        parts = parts_of_row({**start, "steps": steps[whole_places[MIN_SAMPLES - 1] :]}, clock)
+        part_s, whole_ci = median(parts.whole_step_times_s), ci95_rel(whole_s)
+        line_departure = departure_by_kind.get(tuple(start["kind"]))
+        part_ci = whole_step_ci95_rel(parts.slice, parts.turns, parts.gas, line_departure)
+        if part_ci is not None and whole_ci is not None:
+            ratios.append((math.log(median(whole_s) / part_s), math.hypot(whole_ci, part_ci)))
+    return ratios
+
+
+def show_starts_with_both(starts: Sequence[Row]) -> None:
+    """Prints how many starts contradict themselves by chance, with and without the tolerance of shared cores."""
+    for clock, name in (("s", "wall clock"), ("cpu_s", "CPU time")):
+        ratios = starts_with_both(starts, clock)
+        shares = [
+            share_of(abs(log_ratio) > math.log1p(interval + tolerance) for log_ratio, interval in ratios)
+            for tolerance in (0.0, SAME_START_TOLERANCE)
+        ]
+        fact = f"whole steps and parts of one start differ beyond their intervals, by {name}: {shares[0]:.1%}"
+        print(f"{fact} of {len(ratios)} starts, {shares[1]:.1%} by {SAME_START_TOLERANCE:.0%} more")
+
+
 def contenders(judged: Sequence[Row]) -> Iterator[Row]:
     """The layouts of each cell that whole steps confirm."""
     rows_by_model = defaultdict[str, list[Row]](list)
@@ -405,6 +437,7 @@ def main() -> int:
         print(f"{args.rows} has no rows; run without --report and --paper first", file=sys.stderr)
         return 2
     if not args.paper:
+        show_starts_with_both(read(args.rows))
         return int(not show(rows))
     from partial_replay import print_paper  # it imports pyarrow, whose threads forked ranks must not have
 

@@ -207,14 +207,20 @@ class GpuGauge:
 
     def clear(self) -> None:
         """Drops the samples of the last run."""
-        self.clocks_hz: list[float] = []
-        """SM clock of each GPU in each sample."""
+        self._clocks_hz = list[tuple[float, bool]]()
+        """SM clock of each GPU in each sample, and whether the sample was taken in measured steps."""
         self.slowdowns: set[str] = set()
         """Reasons of SLOWDOWN_BY_BIT for which the driver lowered clocks in the samples."""
         self.foreign_processes: set[str] = set()
         """Processes of somebody else that used the GPUs during the run."""
         self._power_samples = defaultdict[str, list[PowerSample]](list)
         """Number of a GPU -> its samples in the measured steps."""
+
+    @property
+    def clocks_hz(self) -> list[float]:
+        """SM clock of each GPU in each sample of the measured steps; in each sample where none was taken in them."""
+        measured_hz = [clock_hz for clock_hz, is_measured in self._clocks_hz if is_measured]
+        return measured_hz or [clock_hz for clock_hz, _ in self._clocks_hz]
 
     @property
     def powers_w(self) -> tuple[float, ...]:
@@ -226,7 +232,7 @@ class GpuGauge:
 
         Args:
             read_own_pids: returns the pids of our own processes; none in a PID namespace, which the driver cannot see.
-            is_measuring: whether the steps are measured, so that the power counts.
+            is_measuring: whether the steps are measured, so that power and clocks count.
         """
         if time.monotonic() - self._last_sample_s < SAMPLE_INTERVAL_S:
             return
@@ -239,7 +245,7 @@ class GpuGauge:
             board = self._boards[number]
             clock_mhz = ask_nvml("nvmlDeviceGetClockInfo", board, CLOCK_SM)
             slowdown_mask = ask_nvml("nvmlDeviceGetCurrentClocksThrottleReasons", board) or 0
-            self.clocks_hz += [clock_mhz * 1e6] if clock_mhz else []
+            self._clocks_hz += [(clock_mhz * 1e6, is_measuring)] if clock_mhz else []
             self.slowdowns |= {text for bit, text in SLOWDOWN_BY_BIT.items() if slowdown_mask & bit}
             if is_measuring and board is handle:  # the power of a GPU is not that of one of its MIG devices
                 self._power_samples[number].append(_power_sample(handle))

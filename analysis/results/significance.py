@@ -24,16 +24,38 @@ MIN_DOF = 5
 """Fewest degrees of freedom with which the spread between runs is estimated."""
 
 
-def run_times_s(rows: Sequence[Row]) -> list[list[float]]:
-    """The step times of each measured run in seconds; only the run's step time where single steps are unknown.
+def timed_rows(rows: Sequence[Row]) -> list[Row]:
+    """The rows of measured runs whose times count: ok and not suspect.
 
     Runs that were stopped early as slower than the best count only where none was measured in full, as in rankings.
     """
     measured_rows = [row for row in rows if row["status"] == Status.OK and row["suspect"] is None]
     in_full = [row for row in measured_rows if row["stopped"] != SLOWER]
-    measured_rows = in_full or measured_rows
-    times_of_runs = (row["step_times_s"] or [row["step_time_s"]] for row in measured_rows)
-    return [times_s for times_s in times_of_runs if all(time_s and time_s > 0 for time_s in times_s)]
+    return [row for row in in_full or measured_rows if all(t and t > 0 for t in _times_s(row))]
+
+
+def run_times_s(rows: Sequence[Row]) -> list[list[float]]:
+    """The step times of each of the `timed_rows` in seconds.
+
+    They are those of its steps, or the step time of the run where its steps are unknown.
+    """
+    return [_times_s(row) for row in timed_rows(rows)]
+
+
+def _times_s(row: Row) -> list[float]:
+    return row["step_times_s"] or [row["step_time_s"]]
+
+
+def line_error_rel(rows: Sequence[Row]) -> float | None:
+    """How much the step times of rows may be off since whole steps follow from parts, as a fraction; 0 for whole steps.
+
+    The result is None where no row of parts knows its error. Runs of one layout have the same error, so the largest
+    known one stands for all.
+    """
+    of_parts = [row["extrapolation_error_rel"] for row in timed_rows(rows) if row["measured_gas"] is not None]
+    if not of_parts:
+        return 0.0
+    return max((error for error in of_parts if error is not None), default=None)
 
 
 def corrected(pairs: Sequence[tuple[Runs, Runs]]) -> tuple[pd.DataFrame, list[str]]:

@@ -237,10 +237,17 @@ def next_attempts(
         settled_runs = [run for run in open_runs if run.cell not in unsettled_cells]
         best_ids = contender_ids(settled_runs, state, config.hardware.device) | is_sure_by_run.keys()
         best_runs = [run for run in settled_runs if run.run_id in best_ids]
-        # A start that measures a run in full says which run is the best, a second one if it contradicts parts.
-        for num_starts in (1, 2):
+        # A start that measures a run in full says which run is the best, a second one if it contradicts parts, and a
+        # third one if both do so in opposite directions.
+        num_full = Counter(key.run_id for key, a in state.attempts.items() if a.ok and not a.ok.is_screened)
+        open_ids = {
+            run_id for run_id, is_sure in is_sure_by_run.items() if not is_sure and num_full[run_id] > 1
+        }
+        for num_starts in (1, 2, 3):
             screened_runs = [
-                r for r in best_runs if r.is_screened and num_starts <= 1 + (r.run_id in is_sure_by_run)
+                r
+                for r in best_runs
+                if r.is_screened and num_starts <= 1 + (r.run_id in is_sure_by_run) + (r.run_id in open_ids)
             ]
             in_full = [run.in_full(config.measure) for run in screened_runs]
             todo += finder.todo_of(in_full, range(num_starts - 1, num_starts))

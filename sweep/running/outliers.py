@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from ultrabench.device_digest import differences
-from ultrabench.device_rates import min_rate, summary
+from ultrabench.device_rates import DEVICE_RATES, min_rate, summary
 from ultrabench.errors import counted
 from ultrabench.hardware import DEVICE_KINDS, SCALED_PRECISIONS, USUAL_DEVICE
 from ultrabench.kernel_config import KERNEL_KINDS, compares_losses
@@ -28,6 +28,7 @@ from ultrabench.result import RESULT_COLUMNS, SLOWER, Doubt, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.step_time import START_SD
 from ultrabench.store.state import AllocationState, AttemptState, SweepState, with_lost
+from ultrabench.sweep.running.part_causes import Difference, Program, cause_text
 from ultrabench.variant import program_options
 
 MIN_COMPARABLE = 3
@@ -37,6 +38,9 @@ MAX_SIGMAS = 5.0
 RATE_TOLERANCE, TIME_TOLERANCE, RANK_TOLERANCE = 0.15, 0.10, 0.25
 """Relative differences up to which a measurement is normal: of rates and clocks, of the step time of a
 control run, and between the step times of ranks."""
+SAME_START_TOLERANCE = 0.10
+"""Relative difference up to which whole steps and parts of one start are alike on cores that other programs use, beyond
+both intervals. Other programs meet both within seconds, so that they hardly make them differ."""
 SHARED_CORES_FACTOR = 10.0
 """Factor on RATE_TOLERANCE, TIME_TOLERANCE, RANK_TOLERANCE and the largest mfu for CPU cores,
 which other programs may use, too."""
@@ -141,6 +145,14 @@ class ControlRun(NamedTuple):
     """Half the 95 % interval of this median, relative to it; 0 where it is unknown."""
     parts_step_time_s: float | None = None
     """Its step time by parts, where it has measured both, for runs that were measured by parts."""
+    is_partial: bool = False
+    """Whether its step time follows from parts of steps."""
+
+    def alike_s(self, *, by_parts: bool) -> float | None:
+        """Its step time by parts of steps or by whole steps; None where it has measured no such ones."""
+        if self.is_partial:
+            return self.step_time_s if by_parts else None
+        return self.parts_step_time_s if by_parts else self.step_time_s
 
 
 def control_runs(state: SweepState) -> dict[str, list[ControlRun]]:
@@ -150,7 +162,7 @@ def control_runs(state: SweepState) -> dict[str, list[ControlRun]]:
         allocation = state.allocations.get(attempt.allocation or "")
         if allocation and allocation.control == key.run_id and (ok := attempt.ok) and ok.step_times_s:
             times = median(ok.step_times_s), ok.step_time_ci95_rel or 0.0, ok.parts_step_time_s
-            run = ControlRun(ok.started_at or 0.0, *times)
+            run = ControlRun(ok.started_at or 0.0, *times, is_partial=ok.is_partial)
             runs_by_allocation[allocation.name].append(run)
     return {
         allocation: sorted(runs, key=lambda run: run[:3]) for allocation, runs in runs_by_allocation.items()
@@ -168,10 +180,11 @@ def control_beside(
     Args:
         started_at: Unix time of the start of the run; None where it is unknown.
         controls: the control runs of its allocation, in the order of their starts.
-        by_parts: whether the run was measured by parts of steps, and is compared with parts of the control layout.
+        by_parts: whether the run was measured by parts of steps, and is compared with parts of the control layout. Only
+            if no control run has measured what the run has, all of them count as they are.
     """
-    if by_parts:
-        controls = [run._replace(step_time_s=run.parts_step_time_s or run.step_time_s) for run in controls]
+    timed_controls = ((run, run.alike_s(by_parts=by_parts)) for run in controls)
+    controls = [run._replace(step_time_s=time_s) for run, time_s in timed_controls if time_s] or controls
     number_after = bisect_right(controls, (started_at or 0.0, math.inf, math.inf))
     neighbours = [*controls[:number_after][-1:], *controls[number_after:][:1]]
     if not neighbours or neighbours[0].started_at == started_at:
@@ -209,6 +222,12 @@ class _CellClaim(msgspec.Struct):
         texts = bytes(self.shape), bytes(self.workload)
         return *texts, self.kernel.name, self.kernel.precision, self.nodes, self.gpus_per_node
 
+    @property
+    def program(self) -> Program:
+        """What is known of the program of the cell."""
+        trains_itself = KERNEL_KINDS[self.kernel.kind].trains_itself
+        return Program(trains_itself=trains_itself, num_ranks=self.nodes * self.gpus_per_node)
+
 
 def _part_doubts(state: SweepState, factor: float) -> Iterator[tuple[AttemptKey, Doubt]]:
     """Each attempt that was measured in parts, in a cell in which whole steps of a run contradict its parts."""
@@ -221,7 +240,8 @@ def _part_doubts(state: SweepState, factor: float) -> Iterator[tuple[AttemptKey,
 def contradicted_runs(state: SweepState, device: str) -> dict[str, bool]:
     """run_id of each run whose whole steps contradict its parts -> whether this is sure.
 
-    One start that has measured both is not: one of twenty intervals does not hold the true value. A second one decides.
+    One start that has measured both is not: one of twenty intervals does not hold the true value. A second one decides,
+    if it differs in the same direction.
     """
     factor = SHARED_CORES_FACTOR if DEVICE_KINDS[device].shares_host else 1.0
     of_cells = (contradictions for _, contradictions in _contradictions(state, factor))
@@ -274,71 +294,124 @@ def _contradictions_in_cell(
 ) -> Iterator[_Contradiction]:
     """The runs of a cell whose whole steps differ from their parts by more than both intervals.
 
-    Starts that have measured both say it for a run that has such starts, if they agree. Times in seconds of cores that
-    other programs use, too, may differ as much as those of control runs.
+    Starts that have measured both say it for a run that has such starts, if all of them contradict. It is sure if two
+    starts differ in the same direction, or if no start has measured both and whole steps of a single one differ.
     """
-    shared_tolerance = TIME_TOLERANCE * factor if factor > 1 else 0.0
-
-    def timed(attempt: AttemptState, with_control: bool) -> _TimedAttempt | None:
-        result = attempt.ok
-        if result is None or result.stopped == SLOWER or result.step_time_ci95_rel is None:
-            return None
-        time_s, ci = median(result.step_times_s), result.step_time_ci95_rel
-        if not with_control:
-            return _TimedAttempt(None, time_s, ci)
-        controls = controls_by_allocation.get(attempt.allocation or "", ())
-        control = control_beside(result.started_at, controls, by_parts=result.is_partial)
-        if control is None:
-            return None
-        name = state.allocations[attempt.allocation or ""].control
-        return _TimedAttempt(name, time_s / control.step_time_s, math.hypot(ci, control.ci95_rel))
-
-    def contradicting_ratio(part: _TimedAttempt, whole: _TimedAttempt) -> tuple[float, float] | None:
-        """The ratio of the times and its interval, if the ratio is outside it."""
-        ratio, interval = whole.time / part.time, math.hypot(part.ci95_rel, whole.ci95_rel)
-        tolerance = 0.0 if part.control else shared_tolerance
-        return (ratio, interval) if abs(math.log(ratio)) > math.log1p(interval + tolerance) else None
-
-    def ratios_of_starts(run_attempts: Sequence[AttemptState]) -> Iterator[tuple[float, float] | None]:
-        for attempt in run_attempts:
-            result, whole = attempt.ok, timed(attempt, False)
-            if result and whole and result.parts_step_time_s and result.parts_interval_rel is not None:
-                part = _TimedAttempt(None, result.parts_step_time_s, result.parts_interval_rel)
-                yield contradicting_ratio(part, whole)
-
-    def ratios_between_starts(
-        run_id: str, run_attempts: Sequence[AttemptState]
-    ) -> Iterator[tuple[float, float]]:
-        by_parts = [attempt for attempt in run_attempts if attempt.ok and attempt.ok.is_partial]
-        by_whole_steps = [attempt for attempt in run_attempts if attempt.ok and not attempt.ok.is_partial]
-        for part, step in product(by_parts, by_whole_steps):
-            # Nodes differ; the control layout beside both shows by how much, unless it is this run itself.
-            pair = timed(part, True), timed(step, True)
-            if not (pair[0] and pair[1] and pair[0].control == pair[1].control != run_id):
-                has_same_nodes = _hosts(part) == _hosts(step)
-                pair = (timed(part, False), timed(step, False)) if has_same_nodes else (None, None)
-            if pair[0] and pair[1]:
-                # Its own steps do not show how much the start with whole steps differs from others.
-                whole = pair[1]._replace(ci95_rel=math.hypot(pair[1].ci95_rel, 2 * START_SD))
-                if ratio := contradicting_ratio(pair[0], whole):
-                    yield ratio
-
     attempts_by_run = defaultdict[str, list[AttemptState]](list)
     for key, attempt in attempts.items():
         attempts_by_run[key.run_id].append(attempt)
     for run_id, run_attempts in attempts_by_run.items():
-        of_starts = [*ratios_of_starts(run_attempts)]
-        between_starts = [] if of_starts else [*ratios_between_starts(run_id, run_attempts)]
-        contradicting = [ratio for ratio in of_starts if ratio] or between_starts
-        if contradicting and all(of_starts):
-            ratio, interval = contradicting[0]
-            fact = (
-                f"whole steps of {run_id} took {ratio:.2f} x the time by its parts, interval {interval:.1%}"
-            )
+        of_starts = [*_differences_in_starts(run_attempts, state, factor)]
+        between_starts = (
+            []
+            if of_starts
+            else [*_differences_between_starts(run_id, run_attempts, state, controls_by_allocation, factor)]
+        )
+        differences = [difference for difference in of_starts if difference] or between_starts
+        if differences and all(of_starts):
+            num_slower = sum(difference.is_whole_slower for difference in differences)
+            num_alike = max(num_slower, len(differences) - num_slower)
+            is_sure = num_alike > 1 or (not of_starts and len(differences) == 1)
+            ratios_text = " and ".join(f"{ratio:.2f} x" for ratio in _extreme_ratios(differences))
+            fact = f"whole steps of {run_id} took {ratios_text} the time by its parts"
+            claim = run_attempts[0].spec_as(_CellClaim)
+            assert claim is not None
             reason = (
-                f"{fact}: heat, the data loader, the garbage collector or the network differ in long steps"
+                f"{fact}, interval {differences[0].interval:.1%}: {cause_text(differences, claim.program)}"
             )
-            yield _Contradiction(run_id, reason, is_sure=len(of_starts) != 1)
+            yield _Contradiction(run_id, reason, is_sure)
+
+
+def _extreme_ratios(differences: Sequence[Difference]) -> list[float]:
+    """The ratio of the first difference; the largest and the smallest one if they have opposite directions."""
+    ratios = [difference.ratio for difference in differences]
+    return [max(ratios), min(ratios)] if min(ratios) < 1 < max(ratios) else ratios[:1]
+
+
+def _timed(
+    attempt: AttemptState,
+    state: SweepState,
+    controls_by_allocation: Mapping[str, Sequence[ControlRun]] | None = None,
+) -> _TimedAttempt | None:
+    """The step time of an attempt, relative to the control layout if the control runs are given; None if unknown."""
+    result = attempt.ok
+    if result is None or result.stopped == SLOWER or result.step_time_ci95_rel is None:
+        return None
+    time_s, ci = median(result.step_times_s), result.step_time_ci95_rel
+    if controls_by_allocation is None:
+        return _TimedAttempt(None, time_s, ci)
+    controls = controls_by_allocation.get(attempt.allocation or "", ())
+    control = control_beside(result.started_at, controls, by_parts=result.is_partial)
+    if control is None:
+        return None
+    name = state.allocations[attempt.allocation or ""].control
+    return _TimedAttempt(name, time_s / control.step_time_s, math.hypot(ci, control.ci95_rel))
+
+
+def _contradicting_ratio(
+    part: _TimedAttempt, whole: _TimedAttempt, tolerance: float
+) -> tuple[float, float] | None:
+    """The ratio of the times and its interval, if the ratio is outside it by more than the tolerance."""
+    ratio, interval = whole.time / part.time, math.hypot(part.ci95_rel, whole.ci95_rel)
+    return (ratio, interval) if abs(math.log(ratio)) > math.log1p(interval + tolerance) else None
+
+
+def _differences_in_starts(
+    run_attempts: Sequence[AttemptState], state: SweepState, factor: float
+) -> Iterator[Difference | None]:
+    """For each start that has measured both, how whole steps differ from parts; None where they do not."""
+    tolerance = SAME_START_TOLERANCE if factor > 1 else 0.0
+    by_parts = [ok for attempt in run_attempts if (ok := attempt.ok) and ok.is_partial]
+    for attempt in run_attempts:
+        result, whole = attempt.ok, _timed(attempt, state)
+        if result and whole and result.parts_step_time_s and result.parts_interval_rel is not None:
+            part = _TimedAttempt(None, result.parts_step_time_s, result.parts_interval_rel)
+            ratio = _contradicting_ratio(part, whole, tolerance)
+            yield Difference(*ratio, whole=result, parts=by_parts, in_one_start=True) if ratio else None
+
+
+def _differences_between_starts(
+    run_id: str,
+    run_attempts: Sequence[AttemptState],
+    state: SweepState,
+    controls_by_allocation: Mapping[str, Sequence[ControlRun]],
+    factor: float,
+) -> Iterator[Difference]:
+    """For each start by whole steps that differs from a start by parts, how it differs from the first such one.
+
+    Times in seconds of cores that other programs use, too, may differ as much as those of control runs.
+    """
+    shared_tolerance = TIME_TOLERANCE * factor if factor > 1 else 0.0
+    by_parts = [attempt for attempt in run_attempts if attempt.ok and attempt.ok.is_partial]
+    for step in (attempt for attempt in run_attempts if attempt.ok and not attempt.ok.is_partial):
+        for part in by_parts:
+            # Nodes differ; the control layout beside both shows by how much, unless it is this run itself.
+            timed_part, timed_step = (_timed(a, state, controls_by_allocation) for a in (part, step))
+            tolerance = 0.0
+            if not (timed_part and timed_step and timed_part.control == timed_step.control != run_id):
+                if _hosts(part) != _hosts(step):
+                    continue
+                timed_part, timed_step = _timed(part, state), _timed(step, state)
+                tolerance = shared_tolerance
+            if not (timed_part and timed_step and part.ok and step.ok):
+                continue
+            # Its own steps do not show how much the start with whole steps differs from others.
+            step_ci95_rel = math.hypot(timed_step.ci95_rel, 2 * START_SD)
+            timed_step = timed_step._replace(ci95_rel=step_ci95_rel)
+            if ratio := _contradicting_ratio(timed_part, timed_step, tolerance):
+                whole_links, part_links = (_link_rates(attempt, state) for attempt in (step, part))
+                yield Difference(
+                    *ratio, whole=step.ok, parts=(part.ok,), whole_links=whole_links, part_links=part_links
+                )
+                break
+
+
+def _link_rates(attempt: AttemptState, state: SweepState) -> dict[str, float]:
+    """Column -> bandwidth of the links in the preflight of its allocation; empty where it is unknown."""
+    allocation = state.allocations.get(attempt.allocation or "")
+    probe = allocation.preflight.get("probe") if allocation else None
+    rates = summary(probe) if isinstance(probe, dict) else {}
+    return {column: rate for column, rate in rates.items() if rate and column not in DEVICE_RATES}
 
 
 def _own_doubts(result: RunResult, factor: float, max_foreign_load: float | None) -> Iterator[Doubt]:
@@ -418,14 +491,23 @@ def preflight_rates(state: SweepState) -> dict[tuple[int, str], dict[str, float]
 
 
 def _control_doubts(state: SweepState, factor: float) -> Iterator[tuple[str, Doubt]]:
-    """Each allocation in which the control layout was slower than in most others, and the reason."""
-    times_by_control: dict[str | None, dict[str, float]] = defaultdict(dict)
-    for allocation, runs in control_runs(state).items():
-        time_s = median(run.step_time_s for run in runs)
-        times_by_control[state.allocations[allocation].control][allocation] = time_s
-    for times_s in times_by_control.values():
+    """Each allocation in which the control layout was slower than in most others, and the reason.
+
+    Whole steps are compared with whole steps, and parts with parts. A control that has measured both counts in both.
+    """
+    times_by_kind: dict[tuple[bool, str | None], dict[str, float]] = defaultdict(dict)
+    for (allocation, runs), by_parts in product(control_runs(state).items(), (False, True)):
+        if alike_times_s := [time_s for run in runs if (time_s := run.alike_s(by_parts=by_parts))]:
+            times_by_kind[by_parts, state.allocations[allocation].control][allocation] = median(alike_times_s)
+    doubtful = set[str]()
+    for (by_parts, _), times_s in times_by_kind.items():
         for allocation, ratio in _slow_ratios(times_s, TIME_TOLERANCE * factor, sign=-1).items():
-            reason = f"the control layout of its allocation took {ratio:.2f} x its median"
+            if allocation in doubtful:
+                continue
+            doubtful.add(allocation)
+            reason = (
+                f"the control layout of its allocation took {ratio:.2f} x its median{' by parts' * by_parts}"
+            )
             reason += f" over {_allocations_text(times_s, state.allocations[allocation].nodes)}"
             yield allocation, Doubt("slow_control", reason)
 

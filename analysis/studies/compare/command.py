@@ -144,7 +144,7 @@ def _print_comparison(comparison: "Comparison") -> None:
             for row in unproven_rows[:MAX_UNPROVEN]
         ]
         count_text = f"({len(shown_unproven)} of {len(unproven_rows):,})"
-        title = f"\nlargest differences that are not significant {count_text}"
+        title = f"\nlargest differences that are no findings {count_text}"
         show(table(title, *unproven_columns, rows=shown_unproven))
     winners = comparison.winners.to_dict("records")
     columns = ("model", ">nodes", "best of A", "best of B", "note")

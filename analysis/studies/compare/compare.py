@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import hypot, log
+from math import hypot, log, log1p
 from statistics import median
 from typing import Any
 
@@ -20,7 +20,14 @@ from ultrabench.analysis.results.ranking import Ranking
 from ultrabench.analysis.results.rows import Row
 from ultrabench.analysis.results.run_label import run_label
 from ultrabench.analysis.results.schema import CHECKPOINT, MODEL
-from ultrabench.analysis.results.significance import ALPHA, Runs, corrected, run_times_s
+from ultrabench.analysis.results.significance import (
+    ALPHA,
+    Runs,
+    corrected,
+    line_error_rel,
+    run_times_s,
+    timed_rows,
+)
 from ultrabench.analysis.studies.compare.other_models import other_models
 from ultrabench.errors import ConfigError, counted
 from ultrabench.layout import AXES
@@ -52,7 +59,9 @@ class Comparison:
     rows: pd.DataFrame
     """One row for each layout that was tried in both, sorted by ratio: model, batch and layout,
     status and median step time of both, `ratio` B / A, `p_value`, `p_corrected`, `p_least` (the smallest p-value that
-    so many steps can give), `extrapolation_error_rel` (that of both sides together), the columns of CHECKPOINT of both,
+    so many steps can give), `by_parts` (whether parts of steps gave a step time that was compared),
+    `extrapolation_error_rel` (that of both sides together: 0 where whole steps were compared, NaN where it is unknown),
+    the columns of CHECKPOINT of both,
     `stopped` (whether a run was stopped early as slower than the best of its cell), and `finding`, which is null where
     there is none."""
     winners: pd.DataFrame
@@ -79,8 +88,9 @@ class Comparison:
 
     @property
     def unproven(self) -> pd.DataFrame:
-        """The rows without a finding whose step times differ by more than the threshold,
-        the largest difference first.
+        """The rows without a finding whose step times differ by more than the threshold, the largest difference first.
+
+        The difference is not significant, or within the error of parts of steps.
         """
         log_ratios = np.log(self.rows["ratio"])
         is_unproven = self.rows["finding"].isna() & (log_ratios.abs() > log(1 + self.threshold))
@@ -145,6 +155,7 @@ def compare(
     columns = (
         "repeat",
         "step_times_s",
+        "measured_gas",
         "extrapolation_error_rel",
         *MAY_DIFFER,
         *CHOSEN,
@@ -232,21 +243,37 @@ def _rows_by_key(rows: Sequence[Row], names: Sequence[str]) -> dict[_Key, list[R
 
 
 def _measured_alike(rows_a: Sequence[Row], rows_b: Sequence[Row]) -> tuple[Sequence[Row], Sequence[Row]]:
-    """The rows of a layout in A and B that are compared: without screened ones if both were measured in full."""
+    """The rows of a layout in A and B that are compared.
 
-    def in_full(rows: Sequence[Row]) -> list[Row]:
-        return [row for row in rows if not row["screened"]]
+    They are those measured in full if both sides have such step times, else those with whole steps, else those by parts
+    of steps, else all.
+    """
 
-    full_a, full_b = in_full(rows_a), in_full(rows_b)
-    return (full_a, full_b) if run_times_s(full_a) and run_times_s(full_b) else (rows_a, rows_b)
+    def in_full(row: Row) -> bool:
+        return not row["screened"]
+
+    def by_whole_steps(row: Row) -> bool:
+        return row["measured_gas"] is None
+
+    def by_parts(row: Row) -> bool:
+        return row["measured_gas"] is not None
+
+    for is_alike in (in_full, by_whole_steps, by_parts):
+        alike_a, alike_b = ([row for row in rows if is_alike(row)] for rows in (rows_a, rows_b))
+        if run_times_s(alike_a) and run_times_s(alike_b):
+            return alike_a, alike_b
+    return rows_a, rows_b
 
 
 def _part_sentences(layouts: pd.DataFrame) -> Iterator[str]:
     """A sentence about the layouts whose step times follow from parts of steps."""
-    errors = layouts["extrapolation_error_rel"]
-    if num_parts := int((errors > 0).sum()):
-        fact = f"{counted(num_parts, 'layout')} measured by parts of steps: whole steps follow from them"
+    errors = layouts["extrapolation_error_rel"][layouts["by_parts"]]
+    if num_known := int(errors.notna().sum()):
+        fact = f"{counted(num_known, 'layout')} measured by parts of steps: whole steps follow from them"
         yield f"{fact}, and only differences beyond that error (up to {percent(errors.max())}) are findings."
+    if num_unknown := int(errors.isna().sum()):
+        fact = f"{counted(num_unknown, 'layout')} measured by parts of steps with an unknown error"
+        yield f"{fact}: no difference is a finding; measure both sides by whole steps."
 
 
 def _other_variants(sides: Sequence[Mapping[_Key, list[Row]]]) -> str | None:
@@ -312,11 +339,10 @@ def _layout_row(rows_a: Sequence[Row], rows_b: Sequence[Row], pair: tuple[Runs, 
         values_by_column = {name: [r[name] for r in rows if r[name] is not None] for name in CHECKPOINT}
         row |= {f"{name}_{side}": median(values) for name, values in values_by_column.items() if values}
     was_stopped = any(row["stopped"] == STOPPED_AS_SLOWER for row in (*rows_a, *rows_b))
-    errors = [
-        max((r["extrapolation_error_rel"] or 0.0 for r in rows if r["status"] == Status.OK), default=0.0)
-        for rows in (rows_a, rows_b)
-    ]
-    row["extrapolation_error_rel"] = hypot(*errors)
+    errors = [line_error_rel(rows) for rows in (rows_a, rows_b)]
+    compared_rows = [*timed_rows(rows_a), *timed_rows(rows_b)]
+    row["by_parts"] = any(compared_row["measured_gas"] is not None for compared_row in compared_rows)
+    row["extrapolation_error_rel"] = hypot(*(np.nan if error is None else error for error in errors))
     return row | {"stopped": was_stopped, "ratio": row["step_time_b_s"] / row["step_time_a_s"]}
 
 
@@ -332,10 +358,12 @@ def _finding(row: Mapping[Any, Any], threshold: float) -> str | None:
         return FAILING
     if row["status_a"] in FAULTS and row["status_b"] == Status.OK:
         return RUNNING_AGAIN
-    least_difference = max(threshold, row["extrapolation_error_rel"])
-    if row["p_corrected"] <= ALPHA and row["ratio"] > 1 + least_difference:
-        return SLOWER
-    return FASTER if row["p_corrected"] <= ALPHA and row["ratio"] < 1 / (1 + least_difference) else None
+    log_difference, line_error = log(row["ratio"]), row["extrapolation_error_rel"]
+    # An unknown error of the line is NaN, which no difference exceeds.
+    is_beyond = abs(log_difference) > log1p(threshold) and abs(log_difference) > log1p(line_error)
+    if not is_beyond or not row["p_corrected"] <= ALPHA:
+        return None
+    return SLOWER if log_difference > 0 else FASTER
 
 
 def _changed_winners(

@@ -1,9 +1,10 @@
 """The rates of the same runs over nights: which of their changes last, and what changed in these nights."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
+from math import hypot, log1p, nan
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -71,6 +72,9 @@ class Series:
     """For each night the rate over that of the control, or tokens/s/GPU where there is none; None: not measured."""
     bad_nights: list[int] = field(default_factory=list)
     """Numbers of single nights that are far from those around them and do not count."""
+    line_errors: Mapping[int, float | None] = field(default_factory=dict)
+    """Number of each night whose rate follows from parts of steps -> how much it may be off as a fraction, None if that
+    is unknown; whole steps were measured in the others."""
     changes: dict[int, float] = field(default_factory=dict)
     """Number of the first night with another rate -> the new rate over the old one, less 1."""
     may_have_changed: bool = False
@@ -86,6 +90,21 @@ class Series:
     def log_rates(self) -> Any:
         """The logarithms of the rates of these nights."""
         return np.log([self.rates[night] or np.nan for night in self.counted_nights])
+
+    def exceeds_line_error(
+        self, change: float, nights_before: Iterable[int], nights_after: Iterable[int]
+    ) -> bool:
+        """Whether a change of the rate is larger than the error of parts of steps on both sides of it.
+
+        The largest known error of a side stands for all of its nights by parts. No change exceeds an unknown one (NaN).
+        """
+        errors = [self._line_error(nights) for nights in (nights_before, nights_after)]
+        return abs(log1p(change)) > log1p(hypot(*errors))
+
+    def _line_error(self, nights: Iterable[int]) -> float:
+        """The largest known error of these nights; 0 if none is by parts, NaN if it is unknown for all that are."""
+        errors = [self.line_errors[night] for night in nights if night in self.line_errors]
+        return max((error for error in errors if error is not None), default=nan if errors else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,13 +220,13 @@ def history(nights: Sequence[Night]) -> History:
             "no night has a usable rate", "see how its runs ended: ultrabench sweep status SWEEP"
         )
     label_of_run = {row["run_id"]: run_label(row) for row in _records(rated_rows.drop_duplicates("run_id"))}
-    rows_by_run = rated_rows.groupby(_RUN_KEY, dropna=False)
-    series = [_series(rows, label_of_run, len(nights)) for _, rows in rows_by_run]
+    rows_of_series = [_measured_alike(rows) for _, rows in rated_rows.groupby(_RUN_KEY, dropna=False)]
+    series = [_series(rows, label_of_run, len(nights)) for rows in rows_of_series]
     num_tested, notes = _find_changes(series), list[str]()
     if num_tested:
         _add_changes_of_controls(series)
     else:
-        num_tested, notes = _find_changes_of_steps(series, [rows for _, rows in rows_by_run])
+        num_tested, notes = _find_changes_of_steps(series, rows_of_series)
     num_needed = f"fewer than {2 * MIN_LENGTH} nights need more step times in each"
     too_few_text = f"not tested: {counted(len(nights), 'night')}; {num_needed}"
     return History(
@@ -225,6 +244,7 @@ def _night_rows(table: pa.Table) -> pd.DataFrame:
     the text of those of the kernel.
     """
     columns = [*_RUN_KEY[:-1], "run_id", "status", "stopped", "suspect", "is_final", "control", "step_time_s"]
+    columns += ["measured_gas", "screened", "extrapolation_error_rel"]
     options = in_rows(varied_options(table), range(len(table)))
     texts = [str([values.get(name) for name in KERNEL_OPTIONS]) for values in options]
     frame: pd.DataFrame = table.select([*columns, *_RATE_COLUMNS]).to_pandas()
@@ -238,6 +258,29 @@ def _in_full(rows: pd.DataFrame) -> pd.DataFrame:
     is_full = rows["stopped"] != SLOWER
     groups = is_full.groupby([rows[name] for name in (*_RUN_KEY, "night")], dropna=False)
     return rows[is_full | ~groups.transform("any")]
+
+
+def _measured_alike(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of one run that are compared over the nights.
+
+    They are those measured in full if every night has such rows, else those with whole steps, else those by parts of
+    steps; else the first of these kinds that the night has.
+    """
+    by_parts = rows["measured_gas"].notna()
+    in_full = ~rows["screened"].eq(other=True)
+    nights = set(rows["night"])
+    for is_alike in (in_full, ~by_parts, by_parts):
+        if set(rows["night"][is_alike]) == nights:
+            return rows[is_alike]
+    kind = by_parts * 2 + ~(in_full | by_parts)
+    return rows[kind == kind.groupby(rows["night"]).transform("min")]
+
+
+def _line_errors(rows: pd.DataFrame) -> dict[int, float | None]:
+    """Night in which a run was measured by parts of steps -> its largest known error of their straight line."""
+    errors = rows[rows["measured_gas"].notna()].groupby("night")["extrapolation_error_rel"].max()
+    nights_and_errors = zip(errors.index.tolist(), errors.tolist(), strict=True)
+    return {night: None if pd.isna(error) else error for night, error in nights_and_errors}
 
 
 def _records(frame: pd.DataFrame) -> list[dict[Any, Any]]:
@@ -258,6 +301,7 @@ def _series(rows: pd.DataFrame, label_of_run: Mapping[str, str], num_nights: int
         run_id=last_row["run_id"],
         control=control,
         rates=[float(rates[n]) if n in rates.index else None for n in range(num_nights)],
+        line_errors=_line_errors(rows),
     )
 
 
@@ -277,12 +321,16 @@ def _find_changes(series: Sequence[Series]) -> int:
         log_rates, nights = one_series.log_rates, one_series.counted_nights
         starts = [0, *change_points(log_rates, max_p, ALPHA / 2 / len(tested)), len(log_rates)]
         level_means = [log_rates[first:end].mean() for first, end in pairwise(starts)]
-        changes = {*zip(starts[1:], np.expm1(np.diff(level_means)), strict=False)}
-        lasting_changes = {first: change for first, change in changes if len(log_rates) - first >= MIN_LENGTH}
-        one_series.may_have_changed = len(lasting_changes) < len(changes)
-        one_series.changes = {
-            nights[first]: float(change) for first, change in sorted(lasting_changes.items())
+        changes = dict[int, float]()
+        for level, (begin, first, end) in enumerate(zip(starts, starts[1:], starts[2:], strict=False)):
+            change = float(np.expm1(level_means[level + 1] - level_means[level]))
+            if one_series.exceeds_line_error(change, nights[begin:first], nights[first:end]):
+                changes[first] = change
+        lasting_changes = {
+            first: change for first, change in changes.items() if len(log_rates) - first >= MIN_LENGTH
         }
+        one_series.may_have_changed = len(lasting_changes) < len(changes)
+        one_series.changes = {nights[first]: change for first, change in lasting_changes.items()}
     return len(tested)
 
 
@@ -318,7 +366,9 @@ def _find_changes_of_steps(
         if p <= ALPHA:
             night = int(night_numbers[np.nanargmin(p_values.loc[number])])
             before, after = map(step_time, sides_by_night[night][number])
-            series[number].changes = {night: before / after - 1}
+            sides = range(night), range(night, num_nights)
+            if series[number].exceeds_line_error(before / after - 1, *sides):
+                series[number].changes = {night: before / after - 1}
     if not (num_tested := int(corrected_p.notna().sum())):
         return 0, []
     return num_tested, [
@@ -356,11 +406,24 @@ def _common_moves(series: Sequence[Series]) -> Iterator[Move]:
         yield Move(night=night, change=median(change[3] for change in group), series=members)
 
 
+def _part_sentences(series: Sequence[Series]) -> Iterator[str]:
+    """A sentence about the runs whose rates follow from parts of steps in some night."""
+    errors_of_runs = [[*one_series.line_errors.values()] for one_series in series if one_series.line_errors]
+    known_errors = [error for errors in errors_of_runs for error in errors if error is not None]
+    num_unknown = sum(None in errors for errors in errors_of_runs)
+    if errors_of_runs:
+        size_text = f" (up to {percent(max(known_errors))})" if known_errors else ""
+        unknown_text = f"; it is unknown in some nights of {num_unknown:,} of them" if num_unknown else ""
+        fact = f"{counted(len(errors_of_runs), 'run')} measured by parts of steps: only changes beyond their error"
+        yield f"{fact}{size_text} count{unknown_text}."
+
+
 def _note_sentences(series: Sequence[Series], nights: Sequence[Night], num_tested: int) -> Iterator[str]:
     """Sentences about nights and runs that do not count."""
     if any(s.control for s in series):
         rate_name = column_of(RATE).heading
         yield f"Rates of runs with a control layout are relative to the control; its own rate is in {rate_name}."
+    yield from _part_sentences(series)
     if num_untested := len(series) - num_tested:
         min_nights = 2 * MIN_LENGTH
         too_few = " and too few step times" * (len(nights) < min_nights)

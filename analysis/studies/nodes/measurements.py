@@ -43,8 +43,7 @@ class Node(NamedTuple):
 
 _RESULT_COLUMNS = (
     "status", "cause", "suspect_hosts", "began_on", "hostnames", "throttled", "gpu_name", "torch_version",
-    "cuda_version",
-    "started_at",
+    "cuda_version", "started_at", "measured_gas", "parts_step_time_s",
 )  # fmt: skip
 """Columns that are fields of a RunResult."""
 COLUMNS = (
@@ -66,7 +65,8 @@ class Measurement(NamedTuple):
     """The name of the rate, a key of RATES."""
     hardware: str
     setting: tuple[object, ...]
-    """What must be equal where this rate is compared: versions, the control layout, the number of nodes."""
+    """What must be equal where this rate is compared: versions, the number of nodes, the control layout and whether it
+    was measured by parts of steps."""
     nodes: tuple[Node, ...]
     time_s: float
     """When the first attempt of the allocation began, in seconds since 1970."""
@@ -173,8 +173,8 @@ def measurements(rows: Iterable[Row]) -> Iterator[Measurement]:
         allocation_key, nodes = (row["sweep"], row["allocation"]), nodes_of(row)
         hardware, started_s = row["hardware"], row["started_at"]
         setting = tuple(row.get(name) for name in _SETTING_COLUMNS)
-        if is_control:
-            steps_per_s, control_setting = 1 / row["step_time_s"], (*setting, row["run_id"])
+        for by_parts, step_time_s in _times_alike(row) if is_control else ():
+            control_setting, steps_per_s = (*setting, row["run_id"], by_parts), 1 / step_time_s
             yield Measurement(CONTROL_RATE, hardware, control_setting, nodes, started_s, steps_per_s)
         if allocation_key in counted_allocations:
             continue
@@ -185,3 +185,10 @@ def measurements(rows: Iterable[Row]) -> Iterator[Measurement]:
         for rate in LINK_RATES:
             if (value := row.get(rate)) and (rate == LINK_RATES[0] or len(nodes) > 1):
                 yield Measurement(rate, hardware, (*setting, len(nodes)), nodes, started_s, value)
+
+
+def _times_alike(row: Row) -> Iterator[tuple[bool, float]]:
+    """Whether parts of steps were measured and the step time by them, or by whole steps, or both."""
+    yield row["measured_gas"] is not None, row["step_time_s"]
+    if row["parts_step_time_s"]:
+        yield True, row["parts_step_time_s"]

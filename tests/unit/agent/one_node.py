@@ -6,6 +6,7 @@ what they give comes back as JSON.
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -18,6 +19,7 @@ from ultrabench.kernel.requests import TINY
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.measure import Measure
+from ultrabench.partial_step import Slice
 from ultrabench.processes import become_subreaper
 from ultrabench.record import to_dict
 from ultrabench.run import RunSpec, Task, Workload
@@ -53,13 +55,24 @@ def allocation(folder: Path, *tasks: Task) -> Allocation:
     )  # fmt: skip
 
 
+def slice_of_ranks(node: Node, departure: float | None) -> dict[str, object]:
+    """The slice that the ranks of a task read, if the leader orders its start with this departure."""
+    by_parts = replace(node.allocation.tasks[0], attempt=1, slice=Slice(g1=2, g2=4, third=6))
+    node.allocation = replace(node.allocation, tasks=(by_parts,))
+    node.obey({"do": "start", "task_index": 0, "address": "127.0.0.1", "port": 0, "departure": departure})
+    sizes: dict[str, object] = json.loads((node.scratch / str(by_parts.key) / "spec.json").read_text())[
+        "slice"
+    ]
+    return sizes
+
+
 def main() -> None:
     folder, code, device = Path(sys.argv[1]), sys.argv[2], (*sys.argv[3:], "cpu")[0]
     become_subreaper()
     node = Node(allocation(folder, task(code, device)), NodeIdentity(node_index=0, host="local-0"))
     node.start(0, "127.0.0.1", 0)
     for line in sys.stdin:
-        answer = eval(line, {"node": node, "gpus": gpus})
+        answer = eval(line, {"node": node, "gpus": gpus, "slice_of_ranks": slice_of_ranks})
         print(json.dumps(to_dict(answer) if isinstance(answer, NodeAfterRun) else answer), flush=True)
     node.close()
 

@@ -240,8 +240,12 @@ def test_energy_and_power_are_read_in_joules_and_watts(monkeypatch):
     monkeypatch.setattr(gpus, "SAMPLE_INTERVAL_S", 0.0)
     gauge = gpus.GpuGauge([VisibleGpu("0", "GPU-a", A)])
     gauge.sample()
+    assert gauge.clocks_hz == [1500e6], "it is all that is known"
+    answers["nvmlDeviceGetClockInfo"] = 1400
     gauge.sample(is_measuring=True)
+    answers["nvmlDeviceGetClockInfo"] = 1900  # parts of steps after the whole ones
+    gauge.sample()
     (sample,) = gauge._power_samples["0"]
     assert (sample.energy_j, sample.power_w) == (7000.25, 650.5)
-    assert gauge.clocks_hz == [1500e6] * 2
+    assert gauge.clocks_hz == [1400e6]
     assert gauge.powers_w == (650.5,)

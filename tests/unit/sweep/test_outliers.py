@@ -213,6 +213,39 @@ def test_a_control_much_slower_than_elsewhere_puts_its_allocation_in_doubt(contr
     assert doubts(state) == ({"c": text, "r": text} if doubtful else {})
 
 
+def by_parts(time_s):
+    return {"step_times_s": (time_s,), "measured_gas": "2,4", "screened": True}
+
+
+def whole(time_s, parts_s=None):
+    return {"step_times_s": (time_s,), "parts_step_time_s": parts_s}
+
+
+@pytest.mark.parametrize(
+    ("controls", "texts"),
+    [
+        # Parts say 20 % more than whole steps do, in whichever number they are.
+        ([by_parts(0.24)] * 3 + [whole(0.2)], {}),
+        ([by_parts(0.24)] * 3 + [whole(0.2, 0.24)], {}),
+        ([whole(0.2)] * 3 + [by_parts(0.24)], {}),
+        ([whole(0.2, 0.24)] * 3 + [by_parts(0.24)], {}),
+        # A slow allocation is found among those that were measured alike.
+        ([by_parts(0.24)] * 3 + [whole(0.25, 0.3)], {3: "1.25 x its median by parts over 4"}),
+        ([whole(0.2, 0.24)] * 3 + [by_parts(0.3)], {3: "1.25 x its median by parts over 4"}),
+        ([whole(0.2)] * 3 + [by_parts(0.24), whole(0.25)], {4: "1.25 x its median over 4"}),
+        ([whole(0.2, 0.24)] * 3 + [whole(0.25, 0.3)], {3: "1.25 x its median over 4"}),
+    ],
+)
+def test_controls_are_compared_by_whole_steps_or_by_parts(controls, texts):
+    allocations = [AllocationState(name=f"a{n}", control="c") for n in range(len(controls))]
+    attempts = [attempt("c", repeat=n, allocation=f"a{n}", **values) for n, values in enumerate(controls)]
+    suspects = suspect_attempts(state_of(attempts, allocations), device="cuda")
+    start = "the control layout of its allocation took "
+    assert {key.repeat: [text.sentence for text in found] for key, found in suspects.items()} == {
+        number: [f"{start}{text} allocations of 1 node"] for number, text in texts.items()
+    }
+
+
 @pytest.mark.parametrize(("device", "limit"), [("cpu", 0.5), ("cuda", 0.1)])
 def test_other_programs_may_use_more_of_cpu_cores_than_of_the_cores_beside_gpus(device, limit):
     hardware = "cpu" if device == "cpu" else "h100x8"
@@ -245,6 +278,17 @@ def test_a_run_is_compared_with_the_control_runs_before_and_after_it(started_at,
     assert control_beside(started_at, controls).step_time_s == control_s
     assert control_beside(started_at, controls[:1]).step_time_s == 1.0
     assert control_beside(started_at, []) is None
+
+
+def test_a_run_is_compared_with_controls_that_measured_what_it_has():
+    """Parts say 1.2 s. The control runs are by parts, then whole steps and parts, then whole steps alone."""
+    controls = [
+        ControlRun(0.0, 1.2, is_partial=True), ControlRun(10.0, 1.0, parts_step_time_s=1.2), ControlRun(20.0, 1.0),
+    ]  # fmt: skip
+    for started_at in (5.0, 15.0, 25.0):
+        assert control_beside(started_at, controls).step_time_s == 1.0
+        assert control_beside(started_at, controls, by_parts=True).step_time_s == 1.2
+    assert control_beside(5.0, controls[:1]).step_time_s == 1.2, "there is no other"
 
 
 @pytest.mark.parametrize(

@@ -333,7 +333,7 @@ def test_whole_steps_that_contradict_their_parts_make_the_parts_of_the_cell_susp
     assert {key.repeat for key in doubts} == {0}, "whole steps are not in doubt"
     (text,) = {doubt_text(of_attempt) for of_attempt in doubts.values()}
     assert text.startswith(
-        f"whole steps of {RUNS[0].run_id} took 1.25 x the time by its parts, interval 2.8%: heat,"
+        f"whole steps of {RUNS[0].run_id} took 1.25 x the time by its parts, interval 2.8%: nothing measured"
     )
     todo = next_of(contradicted(2.5))
     assert {t.key.run_id for t in todo} == {run.run_id for run in RUNS[1:]}, "all others are measured whole"

@@ -120,9 +120,9 @@ def test_stopped_runs_are_counted_and_a_lost_power_is_told(ultrabench, tmp_path,
     text = " ".join(out.split())
     assert "12 of them were stopped early in A or B" in text
     assert "12 of them were not tested: too few steps to be significant, whatever the difference" in text
-    assert "largest differences that are not significant (5 of 12)" in text
+    assert "largest differences that are no findings (5 of 12)" in text
     in_reverse = ultrabench("compare", "b.parquet", "a.parquet")[1]
-    assert "largest differences that are not significant (5 of 12)" in in_reverse, "faster ones, too"
+    assert "largest differences that are no findings (5 of 12)" in in_reverse, "faster ones, too"
     assert "12 of 20 layouts: too few measured steps to be significant, whatever" in " ".join(err.split())
 
 
@@ -144,6 +144,55 @@ def test_ends_suspects_and_winners():
     (winner,) = comparison.winners.to_dict("records")
     assert (winner["best_a"], winner["best_b"]) == ("dp1 tp1 pp1 z0 mbs1 gas1", "dp1 tp1 pp1 z0 mbs8 gas1")
     assert winner["cost"] == pytest.approx(1.5 / (1 + 3 / 9), rel=0.05)
+
+
+def by_parts(seed, error=0.02, **columns):
+    """Rows of runs that were screened by parts of steps, whose straight line has this error."""
+    return rows_of(seed, measured_gas="4,8", screened=True, extrapolation_error_rel=error, **columns)
+
+
+def with_parts(seed, error=0.3, **columns):
+    """Rows of starts in full: few whole steps, and parts after them."""
+    return rows_of(seed, extrapolation_error_rel=error, parts_step_time_s=1.0, **columns)
+
+
+SLOW = {"slow": (3,), "factor": 1.2}
+NO_ERROR, UNKNOWN = 0.0, "measured by parts of steps with an unknown error: no difference is a finding"
+
+
+@pytest.mark.parametrize(("a", "b", "is_slower", "errors"), [
+    (by_parts(1), by_parts(2, **SLOW), True, {0.0283}),
+    (by_parts(1, 0.15), by_parts(2, 0.15, **SLOW), False, {0.2121}),
+    (rows_of(1), rows_of(2, **SLOW), True, {NO_ERROR}),
+    (with_parts(1), with_parts(2, **SLOW), True, {NO_ERROR}),
+    (rows_of(1), rows_of(2, screened=True, **SLOW), True, {NO_ERROR}),
+    (rows_of(1), by_parts(2, 0.02, **SLOW), True, {0.02}),
+    (with_parts(1), by_parts(2, 0.25, **SLOW), False, {0.25}),
+    (rows_of(1), by_parts(2, None, **SLOW), False, {None}),
+    (by_parts(1, None), by_parts(2, 0.02, **SLOW), False, {None}),
+    # Both sides have parts, and both have whole steps: these are compared.
+    (by_parts(3, 0.3) + with_parts(1), by_parts(4, None) + with_parts(2, **SLOW), True, {NO_ERROR}),
+    (by_parts(3, 0.3) + rows_of(1), rows_of(2, screened=True, **SLOW), True, {NO_ERROR}),
+    # Only A has whole steps, so parts are compared with parts.
+    (by_parts(1) + rows_of(3, slow=range(20), factor=2), by_parts(2, **SLOW), True, {0.0283}),
+    # One start of a layout knows the error of its line, another one does not.
+    (by_parts(1, None) + by_parts(1, 0.02), by_parts(2, **SLOW), True, {0.0283}),
+])  # fmt: skip
+def test_a_difference_must_exceed_the_error_of_the_parts_that_are_compared(a, b, is_slower, errors):
+    comparison = compared(a, b)
+    found = {None if pd.isna(e) else round(e, 4) for e in comparison.rows["extrapolation_error_rel"]}
+    assert found == errors
+    assert findings_of(comparison) == ({"3": "slower"} if is_slower else {})
+    part_notes = [note for note in comparison.notes if "measured by parts" in note]
+    assert bool(part_notes) == comparison.rows["by_parts"].any() == (errors != {NO_ERROR})
+    assert all((UNKNOWN in note) == (errors == {None}) for note in part_notes)
+
+
+def test_parts_of_steps_on_a_straight_line_are_counted():
+    """An error of 0 is known: the notes say that parts were compared, and the threshold decides."""
+    comparison = compared(by_parts(1, 0.0), by_parts(2, 0.0, **SLOW))
+    assert findings_of(comparison) == {"3": "slower"}
+    assert "20 layouts measured by parts of steps: whole steps follow from them" in " ".join(comparison.notes)
 
 
 def beside_controls(**times_s):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -97,6 +98,67 @@ def test_a_loss_of_the_last_2_nights_waits_for_one_more(loss):
     ]
     assert len(may_have) == 1
     assert [move.night for move in history(made(15, first=12, loss=loss)).moves] == [12]
+
+
+IN_PARTS = {"measured_gas": "2,4", "screened": True, "extrapolation_error_rel": 0.08}
+"""The columns of a run that parts of steps measured, whose straight line is uncertain by 8 %."""
+
+
+def in_parts_from(first, **columns):
+    """The changes of `made` that measure all runs by parts of steps from night `first` on."""
+    return {(night, n): IN_PARTS | columns for night in range(first, 20) for n in range(6)}
+
+
+@pytest.mark.parametrize(
+    ("loss", "first_in_parts", "error", "num_moves"),
+    [
+        (0.05, 20, 0.08, 1),
+        (0.05, NIGHT_12, 0.08, 0),  # the first nights by parts are within the error of the line
+        (0.05, NIGHT_12, None, 0),
+        (0.05, NIGHT_12, 0.02, 1),
+        (0.25, NIGHT_12, 0.08, 1),
+        (0.05, 0, 0.08, 0),
+        (0.25, 0, 0.08, 1),
+    ],
+)
+def test_a_change_exceeds_the_error_of_parts_of_steps(loss, first_in_parts, error, num_moves):
+    changes = in_parts_from(first_in_parts, extrapolation_error_rel=error)
+    over_nights = history(made(loss=loss, changes=changes))
+    assert len(over_nights.moves) == num_moves
+    notes = [note for note in over_nights.notes if "measured by parts of steps" in note]
+    assert bool(notes) == (first_in_parts < 20)
+    line_errors = json.loads(json.dumps(asdict(over_nights.series[0])))["line_errors"]
+    assert line_errors == {str(night): error for night in range(first_in_parts, 20)}
+
+
+@pytest.mark.parametrize(("error", "slow_runs"), [(0.02, (1, 4)), (0.2, ()), (None, ())])
+def test_few_nights_count_the_error_of_parts_of_steps_as_well(error, slow_runs):
+    """Two of six runs become 10 % slower, in the nights in which all are measured by parts of steps."""
+    changes, rng = {}, np.random.default_rng(3)
+    for night, n in np.ndindex(4, 6):
+        steps_s = np.exp(rng.normal(0, 0.01, 20)) * (1.1 if night >= 2 and n in (1, 4) else 1.0)
+        in_parts = IN_PARTS | {"extrapolation_error_rel": error} if night >= 2 else {}
+        changes[night, n] = {"step_times_s": steps_s.tolist(), **in_parts}
+    over_nights = history(made(4, loss=0, changes=changes))
+    assert [number for move in over_nights.moves for number in move.series] == [*slow_runs]
+
+
+def test_a_night_that_has_both_is_compared_by_what_all_nights_have():
+    """Parts say 5 % less in all nights. The last ones have whole steps, too, and the first ones parts alone, or not."""
+    nights, in_full = made(loss=0.05, changes=in_parts_from(NIGHT_12)), made(loss=0)
+    both = [
+        replace(night, table=pa.concat_tables([night.table, whole.table])) if number >= NIGHT_12 else night
+        for number, (night, whole) in enumerate(zip(nights, in_full, strict=True))
+    ]
+    over_nights = history(both)
+    assert (over_nights.moves, over_nights.series[0].line_errors) == ([], {})
+    by_parts = made(loss=0, changes=in_parts_from(0, extrapolation_error_rel=0.0))
+    both = [
+        replace(night, table=pa.concat_tables([night.table, *[whole.table] * (number >= NIGHT_12)]))
+        for number, (night, whole) in enumerate(zip(by_parts, made(loss=0.05), strict=True))
+    ]
+    over_nights = history(both)
+    assert (over_nights.moves, len(over_nights.series[0].line_errors)) == ([], 20)
 
 
 def test_suspects_and_failures_do_not_count_and_are_named():

@@ -18,10 +18,12 @@ from ultrabench.analysis.studies.nodes.measurements import (
     CONTROL_RATE,
     LINK_RATES,
     NODE_RATES,
+    measurements,
     read_nodes,
     table_rows,
 )
 from ultrabench.analysis.studies.nodes.nodes import reports
+from ultrabench.analysis.studies.nodes.relative import relative_speeds
 from ultrabench.result import AGENT_GONE, NODE_FAILURE, RunResult, Status, proves_node_fault
 from ultrabench.run import AttemptKey
 from ultrabench.store.digest_history import append_verified
@@ -244,3 +246,21 @@ def test_nodes_of_two_clusters_without_a_name_are_told_apart(tmp_path):
         rows += read_nodes(folder, pytest.fail).rows
     labels = {report.label.partition(" (")[2] for report in reports(rows)}
     assert labels == {"alps)", "jura)", "local)"}
+
+
+def control_row(host, time_s, **values):
+    usual = dict.fromkeys(COLUMNS) | {
+        "sweep": "s", "cluster": "c", "hardware": "h100x8", "kernel": "embedded", "allocation": host,
+        "run_id": "r", "control": "r", "status": Status.OK, "hostnames": (host,), "started_at": 1.7e9,
+    }  # fmt: skip
+    return usual | {"step_time_s": time_s} | values
+
+
+def test_controls_by_parts_are_compared_with_controls_by_parts():
+    """Parts say that a step takes 10 % more; only n4 has measured both."""
+    rows = [control_row(host, 1.1, measured_gas="2,4") for host in HOSTS[:3]]
+    rows.append(control_row("n4", 1.0, parts_step_time_s=1.1))
+    settings = {m.setting[-1]: 1 / m.value for m in measurements(rows)}
+    assert settings == pytest.approx({True: 1.1, False: 1.0})
+    speeds = {node.host: speed.relative for (_, node), speed in relative_speeds(measurements(rows)).items()}
+    assert speeds == pytest.approx(dict.fromkeys((*HOSTS[:3], "n4"), 1.0))
