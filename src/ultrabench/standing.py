@@ -181,9 +181,12 @@ def failed_in_full(ends: Iterable[tuple[str | None, bool]]) -> bool:
     return is_only_screened and any(map(_is_failure_in_full, all_ends))
 
 
+_OWN_FAILURES = FAILURES - OUTER_FAILURES
+
+
 def _is_failure_in_full(end: tuple[str | None, bool]) -> bool:
     status, is_screened = end
-    return not is_screened and status in FAILURES - OUTER_FAILURES
+    return not is_screened and status in _OWN_FAILURES
 
 
 START_SD = 0.01

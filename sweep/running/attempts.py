@@ -481,12 +481,12 @@ class _AttemptFinder:
                 continue  # an old result of another environment is kept, but does not count as a repeat
             if oks and not any(_stands_for(run, ok, self.reuses_parts) for ok in oks.values()):
                 continue
-            results = [attempt.result for attempt in attempts if attempt.result]
-            has_only_screened = repeat < num_screening or any(result.is_screened for result in results)
-            is_oom = bool(results) and results[-1].status == Status.OOM
-            is_misfit = is_oom and not has_fitted
-            if attempts and not oks and not run.is_screened and has_only_screened and not is_misfit:
-                continue
+            if attempts and not oks and not run.is_screened:
+                results = [attempt.result for attempt in attempts if attempt.result]
+                has_only_screened = repeat < num_screening or any(r.is_screened for r in results)
+                is_oom = bool(results) and results[-1].status == Status.OOM
+                if has_only_screened and (has_fitted or not is_oom):
+                    continue
             # Control runs of one allocation are not independent, so that they count as one repeat.
             allocations = {attempt.allocation for attempt in attempts if attempt.ok}
             if allocations & control_allocations:
