@@ -40,7 +40,7 @@ from ultrabench.result import (
     Status,
 )
 from ultrabench.run import Task, env_id
-from ultrabench.standing import Repeat, standings
+from ultrabench.standing import Repeat, near_best, standings
 from ultrabench.start_up import LIMIT_FACTOR, with_measured_times
 from ultrabench.store.allocation import is_in_window, window_text
 from ultrabench.store.claim import claim, claim_content
@@ -430,28 +430,28 @@ def best_step_time_s(task: Task, results: Sequence[TaskResult], control_id: str 
         results: the runs of this allocation and how they ended.
         control_id: run_id of the control run of the allocation.
     """
-    timed_results, control_s = list[tuple[Task, RunResult, float, float | None]](), None
+    ended_results, control_s = list[tuple[Task, RunResult, float | None, float | None]](), None
     for run, result in results:
-        if result.step_times_s:
-            step_time_s = median(result.step_times_s)
-            if run.run_id == control_id and result.status == Status.OK:
-                control_s = step_time_s
-            timed_results.append((run, result, step_time_s, control_s))
+        step_time_s = median(result.step_times_s) if result.step_times_s else None
+        if step_time_s and run.run_id == control_id and result.status == Status.OK:
+            control_s = step_time_s
+        ended_results.append((run, result, step_time_s, control_s))
     best_elsewhere_s = task.best_step_time_s
     if control_s and task.best_control_ratio:
         best_elsewhere_s = control_s / task.best_control_ratio
     repeats = [
         Repeat(
             run_id=run.run_id, cell=run.spec.cell, status=r.status, stopped=r.stopped, suspect=r.throttled,
-            rate=1 / (s * control_s / control_then_s if control_s and control_then_s else s),
+            screened=r.is_screened,
+            rate=s and 1 / (s * control_s / control_then_s if control_s and control_then_s else s),
         )
-        for run, r, s, control_then_s in timed_results
+        for run, r, s, control_then_s in ended_results
     ]  # fmt: skip
     if best_elsewhere_s:
         repeats.append(Repeat(run_id="", cell=task.spec.cell, status=Status.OK, rate=1 / best_elsewhere_s))
-    ranking = standings(repeats).get(task.spec.cell, [])
+    fastest = next(iter(near_best(standings(repeats).get(task.spec.cell, []), 1)), None)
     # A suspect run is no reference, even if its cell has no other run; it may be suspect because it seems too fast.
-    return 1 / ranking[0].rate if ranking and ranking[0].may_win and ranking[0].rate else None
+    return 1 / fastest.rate if fastest and fastest.may_win and fastest.rate else None
 
 
 def _result_if_hung(group: AgentGroup, task: Task, overdue_result: RunResult) -> RunResult | None:
@@ -490,7 +490,9 @@ def result_if_overdue(task: Task, progress: AttemptProgress, now_s: float) -> Ru
     if now_s - progress.started_s > task.limit_s:
         reason = f"still in phase {phase} after its limit of {task.limit_s:g} s"
         reason += f"; {len(reporter.steps)} steps done" if reporter.steps else ""
-        has_enough_steps = len(reporter.measured_step_times_s(measure)) >= measure.min_steps
+        # Of a start in full, the whole steps count, which are few.
+        min_steps = (measure.few_steps if task.few_steps else measure).min_steps
+        has_enough_steps = len(reporter.measured_step_times_s(measure)) >= min_steps
         if has_enough_steps and reporter.num_steps >= measure.loss_step:
             return RunResult(status=Status.OK, reason=reason, stopped="time_limit")
         return RunResult(status=Status.TIMEOUT, reason=reason, cause="time_limit")

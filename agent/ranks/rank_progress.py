@@ -233,7 +233,7 @@ class RankProgress:
         if not steps:
             return None
         parts = ((step["turn"], step["gas"], step["seconds"]) for step in steps)
-        return part_times(parts, steps[0]["whole_gas"])
+        return part_times(parts, steps[0]["whole_gas"], measure.min_steps)
 
 
 class MeasuredPhase:

@@ -91,8 +91,10 @@ function besideOneControl(competingRows) {
 // good.
 function standings(cell, isShown) {
   const rowByContender = new Map(runsOf[cell].filter(isShown).map((row) => [value("contender", row), row]));
+  // A failed row stands for a run whose start in full has failed, although parts or few steps of it were ok.
+  const standsAsOk = (row) => row !== undefined && isOk(row);
   const measured = repeatsOf[cell].filter(
-    (row) => rowByContender.has(value("contender", row)) && isMeasured(row),
+    (row) => standsAsOk(rowByContender.get(value("contender", row))) && isMeasured(row),
   );
   const trusted = measured.filter(mayWin),
     competing = trusted.length ? trusted : measured;

@@ -17,6 +17,7 @@ from ultrabench.kernel_config import kind_by_name
 from ultrabench.layout import AXES, labels
 from ultrabench.result import PENDING, Status, outcome_order, tier
 from ultrabench.routing import routing_text
+from ultrabench.standing import failed_in_full
 from ultrabench.sweep.config.files import files
 from ultrabench.sweep.config.load import load_hardware
 from ultrabench.sweep.config.sweep_config import WEAK
@@ -410,13 +411,12 @@ def notes(table: pa.Table, include_suspects: bool = False) -> str:
     Args:
         include_suspects: whether suspect rows could win.
     """
-    rows = table.select(["run_id", "repeat", "status", "is_final", "suspect"]).to_pylist()
+    rows = table.select(["run_id", "repeat", "status", "is_final", "suspect", "screened"]).to_pylist()
     ends_by_run = defaultdict(list)
     for row in rows:
         if row["is_final"]:
-            status = row["status"]
-            ends_by_run[row["run_id"]].append((outcome_order(status), row["repeat"] or 0, status or PENDING))
-    num_by_status = Counter(max(ends_of_run)[-1] for ends_of_run in ends_by_run.values())
+            ends_by_run[row["run_id"]].append((row["repeat"] or 0, row["status"], bool(row["screened"])))
+    num_by_status = Counter(map(_outcome, ends_by_run.values()))
     statuses = sorted(num_by_status, key=lambda status: (tier(status), -num_by_status[status], status))
     layouts_text = ", ".join(f"{num_by_status[status]:,} {status}" for status in statuses) or "no runs"
     if is_plan := is_predicted(table):
@@ -437,6 +437,18 @@ def notes(table: pa.Table, include_suspects: bool = False) -> str:
             made_with(table),
         )
     )
+
+
+def _outcome(ends: Sequence[tuple[int, str | None, bool]]) -> str:
+    """The status of a run as `standings` has it, or pending.
+
+    Args:
+        ends: repeat, status, and whether it only screened the run, of each final row of the run.
+    """
+    has_failed = failed_in_full([(status, is_screened) for _, status, is_screened in ends])
+    statuses = [(repeat, status) for repeat, status, _ in ends if not (has_failed and status == Status.OK)]
+    _, _, text = max((outcome_order(status), repeat, status or PENDING) for repeat, status in statuses)
+    return text
 
 
 def made_with(table: pa.Table) -> str:

@@ -7,6 +7,7 @@ import pandas as pd
 
 from ultrabench.errors import ConfigError, counted
 from ultrabench.result import SLOWER, Status
+from ultrabench.standing import failed_in_full
 from ultrabench.sweep.running.early_stopping import IN_FULL
 
 _LOAD_REMEDY = (
@@ -25,10 +26,12 @@ def none_left(runs: pd.DataFrame, conclusion: str, noun: str = "run") -> ConfigE
     """The refusal of runs that are all left out.
 
     Args:
-        runs: one row for each run, with the columns status, suspect, suspect_codes, stopped and screened.
+        runs: rows of runs, with the columns sweep, run_id, status, suspect, suspect_codes, stopped and screened. A row
+            that screened a run whose start in full has failed does not count.
         conclusion: what no run can do, such as `none can win`.
         noun: what a row is, such as `repeat`.
     """
+    runs = runs[~_is_disproved(runs)]
     is_ok = runs["status"] == Status.OK
     suspect_runs = runs[is_ok & runs["suspect"].notna()]
     is_stopped = is_ok & runs["suspect"].isna() & (runs["stopped"] == SLOWER)
@@ -48,6 +51,15 @@ def none_left(runs: pd.DataFrame, conclusion: str, noun: str = "run") -> ConfigE
         return ConfigError(fact, "launch the sweep again: it measures the best ones in full")
     todo = "see why: ultrabench plot failures" if len(runs) else "launch a sweep: ultrabench sweep launch"
     return ConfigError(fact, todo)
+
+
+def _is_disproved(runs: pd.DataFrame) -> pd.Series:
+    """Whether each row screened a run whose start in full has failed, so that it stands as failed."""
+    is_ok, is_screened = runs["status"] == Status.OK, runs["screened"].notna()
+    run_keys = pd.Series([*zip(runs["sweep"], runs["run_id"], strict=True)], runs.index, object)
+    ends = pd.Series([*zip(runs["status"], is_screened, strict=True)], runs.index, object)
+    has_failed = ends.groupby(run_keys).transform(failed_in_full)
+    return is_ok & has_failed.astype(bool)
 
 
 def _remedy(codes_by_run: Iterable[Iterable[str] | None]) -> str:

@@ -117,7 +117,7 @@ def none_comparable(table: pa.Table) -> str:
     """Why `beside_published` finds no cell in a table, and what to do."""
     if not published_rates():
         return "configs/published/ has no rates; add some in ./ultrabench/published/NAME.yaml"
-    columns = ["status", "suspect", "suspect_codes", "stopped", "screened"]
+    columns = ["sweep", "run_id", "status", "suspect", "suspect_codes", "stopped", "screened"]
     runs = table.filter(pc.field("is_final")).select(columns)
     return str(none_left(runs.to_pandas(), "none can be compared"))
 

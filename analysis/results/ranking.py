@@ -22,7 +22,7 @@ from ultrabench.column import Better
 from ultrabench.errors import ConfigError, known_text, require_known
 from ultrabench.layout import AXES
 from ultrabench.result import SIZE_DOUBT_CODES, SLOWER, Status, tier
-from ultrabench.standing import Repeat, Standing, standings
+from ultrabench.standing import Repeat, Standing, failed_in_full, standings
 from ultrabench.sweep.candidate import expected_rate
 
 
@@ -34,7 +34,7 @@ def why_no_winner(rows: Sequence[Row]) -> tuple[str | None, str]:
     else. The status is None while a run waits.
     """
     rows_by_status: dict[str | None, list[Row]] = defaultdict(list)
-    for row in rows:
+    for row in without_disproved(rows):
         rows_by_status[row["status"]].append(row)
     rejected_rows = rows_by_status.pop(Status.REJECTED, [])
     if not rows_by_status:
@@ -42,6 +42,17 @@ def why_no_winner(rows: Sequence[Row]) -> tuple[str | None, str]:
     statuses = sorted(rows_by_status, key=lambda s: (tier(s), -len(rows_by_status[s]), str(s)))
     texts = [_status_text(s, rows_by_status[s], is_only_status=len(statuses) == 1) for s in statuses]
     return (None if None in rows_by_status else statuses[0]), "; ".join(texts)
+
+
+def without_disproved(rows: Sequence[Row]) -> list[Row]:
+    """The final rows without those that screened a run whose start in full has failed: such a run stands as failed."""
+    ends_by_run = defaultdict[tuple[str | None, str], list[tuple[str | None, bool]]](list)
+    for row in rows:
+        ends_by_run[row["sweep"], row["run_id"]].append((row["status"], bool(row["screened"])))
+    failed_runs = {run for run, ends in ends_by_run.items() if failed_in_full(ends)}
+    return [
+        row for row in rows if row["status"] != Status.OK or (row["sweep"], row["run_id"]) not in failed_runs
+    ]
 
 
 def _status_text(status: str | None, rows: Sequence[Row], is_only_status: bool) -> str:

@@ -345,7 +345,7 @@ class PartTimes(NamedTuple):
     """The measured parts of the steps of a run."""
 
     slice: Slice
-    """The last slice that was measured."""
+    """The slice that counts: the last one with enough turns."""
     gas: int
     """Micro-batches of a whole step."""
     turns: tuple[Turn, ...]
@@ -374,12 +374,13 @@ def two_starts_times(
     return part_times(parts, gas)
 
 
-def part_times(parts: Iterable[tuple[int, int, float]], gas: int) -> PartTimes | None:
+def part_times(parts: Iterable[tuple[int, int, float]], gas: int, min_turns: int = 1) -> PartTimes | None:
     """The turns of a run from its measured parts, in order; None before the first turn has two sizes.
 
     Args:
         parts: the number of the turn, the micro-batches and the seconds of each part.
         gas: micro-batches of a whole step.
+        min_turns: number of turns from which on those of a wider slice count in place of those before it.
     """
     turn_by_number = dict[int, dict[int, float]]()
     for number, size, seconds in parts:
@@ -389,8 +390,12 @@ def part_times(parts: Iterable[tuple[int, int, float]], gas: int) -> PartTimes |
     turns = [turn for turn in turn_by_number.values() if len(turn) > 1 and smallest in turn]
     if not turns:
         return None
-    g1, g2 = sorted(turns[-1])[:2]
-    last_turns = tuple(turn for turn in turns if sorted(turn)[:2] == [g1, g2])
+    turns_by_pair = dict[tuple[int, ...], list[Turn]]()
+    for turn in turns:
+        turns_by_pair.setdefault((*sorted(turn)[:2],), []).append(turn)
+    pairs = [*turns_by_pair]
+    g1, g2 = next((pair for pair in reversed(pairs) if len(turns_by_pair[pair]) >= min_turns), pairs[-1])
+    last_turns = tuple(turns_by_pair[g1, g2])
     triples = [turn for turn in turns if len(turn) > 2]
     first, second, third = sorted(triples[0]) if triples else (g1, g2, None)
     measured_departure = departure(Slice(g1=first, g2=second, third=third), triples)

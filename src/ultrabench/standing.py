@@ -11,7 +11,8 @@ The larger value wins, and of equal ones the smaller run_id. A run is as good as
 intervals overlap. A run that was only screened, by parts of steps or by few whole steps, is neither the best nor as
 good, and repeats that screened a run do not count beside those that measured it in full. Only the interval holds them,
 since they show what starts differ in: few whole steps as they are, and parts if one start has measured both, with the
-ratio of whole steps to parts in it.
+ratio of whole steps to parts in it. A run that was only screened and whose start in full has failed stands as that
+start ended, such as oom, and none of its repeats competes.
 """
 
 import math
@@ -22,7 +23,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ultrabench.result import NOT_TRIED, SLOWER, Status, outcome_order, tier
+from ultrabench.result import FAILURES, NOT_TRIED, OUTER_FAILURES, SLOWER, Status, outcome_order, tier
 from ultrabench.step_time import START_SD
 
 NEAR_BEST = 1.05
@@ -79,7 +80,8 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     place: int
     """1 for the first run of the cell."""
     outcome: str | None
-    """The status of the run: ok, else oom, else that of its latest repeat; None while it waits or runs."""
+    """The status of the run: ok, else oom, else that of its latest repeat; None while it waits or runs. Of a run that
+    failed in full, that of the start which was to measure it in full."""
     repeat: int
     """Index of the repeat that stands for the run: the nearest to the median of those that compete."""
     rate: float | None = None
@@ -166,6 +168,28 @@ def near_best(standings_of_cell: Sequence[Standing], max_runs: int) -> list[Stan
     return [standing for standing in competing if (standing.value or 0.0) >= min_value][:max_runs]
 
 
+def failed_in_full(ends: Iterable[tuple[str | None, bool]]) -> bool:
+    """Whether a run was only screened, and a start that was to measure it in full has failed.
+
+    A start that was lost, cancelled or taken from the run does not count: the next launch tries it again anyway.
+
+    Args:
+        ends: how each repeat of the run ended, and whether it only screened the run.
+    """
+    all_ends = [*ends]
+    screens = [is_screened for status, is_screened in all_ends if status == Status.OK]
+    is_only_screened = bool(screens) and all(screens)
+    return is_only_screened and any(map(_is_failure_in_full, all_ends))
+
+
+_OWN_FAILURES = FAILURES - OUTER_FAILURES
+
+
+def _is_failure_in_full(end: tuple[str | None, bool]) -> bool:
+    status, is_screened = end
+    return not is_screened and status in _OWN_FAILURES
+
+
 def open_contenders(contenders: Sequence[Standing]) -> list[Standing]:
     """Those of the contenders of a cell that may still be the best one, or as good, and need more measurements.
 
@@ -200,7 +224,15 @@ _IndexedRepeat = tuple[int, Repeat]
 
 def _rank(repeats: Sequence[_IndexedRepeat], include_suspects: bool, by_control: bool) -> list[Standing]:
     """The standings of the runs of one cell, the best first."""
-    measured_pairs = [pair for pair in repeats if pair[1].measured]
+    all_by_run = _group_by_run(repeats)
+    failed_runs = {
+        run for run, pairs in all_by_run.items() if failed_in_full((r.status, r.screened) for _, r in pairs)
+    }
+    measured_pairs = [
+        (index, repeat)
+        for index, repeat in repeats
+        if repeat.measured and (repeat.run_id, repeat.environment) not in failed_runs
+    ]
     sure_pairs = [pair for pair in measured_pairs if include_suspects or pair[1].suspect is None]
     competing = sure_pairs or measured_pairs
     by_control = by_control and _have_one_control([repeat for _, repeat in competing])
@@ -218,8 +250,9 @@ def _rank(repeats: Sequence[_IndexedRepeat], include_suspects: bool, by_control:
             other_starts_by_run.get(run, ()),
             by_control,
             control_cis,
+            run in failed_runs,
         )
-        for run, repeats_of_run in _group_by_run(repeats).items()
+        for run, repeats_of_run in all_by_run.items()
     ]
     full_drafts = [s for s in drafts if s.interval is not None and not s.screened]
     best = min(full_drafts, key=_value_key, default=None)
@@ -335,12 +368,14 @@ def _standing(
     other_starts: Sequence[Repeat],
     by_control: bool,
     control_cis: Mapping[Hashable, float],
+    is_failed: bool,
 ) -> Standing:
     """The standing of a run from its repeats and those of them that compete, without its place.
 
     Args:
         other_starts: what `_other_starts` returns, which only the intervals hold.
         control_cis: allocation -> half the 95 % interval of the step time of its control, relative to it.
+        is_failed: whether its start in full has failed.
     """
     interval = rate_interval = None
     if competing:
@@ -354,7 +389,12 @@ def _standing(
             cis = (math.hypot(r.ci95_rel or 0.0, _control_ci(r, control_cis)) for r in starts)
             interval = _interval([(r.control_ratio or 0.0, ci) for r, ci in zip(starts, cis, strict=True)])
     else:
-        index, representative = max(repeats, key=lambda pair: (*_outcome_key(pair[1]), pair[0]))
+        ended = (
+            [p for p in repeats if _is_failure_in_full((p[1].status, p[1].screened))]
+            if is_failed
+            else repeats
+        )
+        index, representative = max(ended, key=lambda pair: (*_outcome_key(pair[1]), pair[0]))
     shown_repeats = [repeat for _, repeat in competing] or [representative]
     rate = _median_of_known(repeat.rate for repeat in shown_repeats)
     control_ratio = _median_of_known(repeat.control_ratio for repeat in shown_repeats)

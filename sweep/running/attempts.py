@@ -11,17 +11,18 @@ from ultrabench.kernel_config import LOG_OPTIONS, KernelConfig
 from ultrabench.layout import dominates, family
 from ultrabench.result import UNMEASURED, RunResult, Status
 from ultrabench.run import AttemptKey
-from ultrabench.standing import near_best, open_contenders
+from ultrabench.standing import Standing, near_best, open_contenders
 from ultrabench.store.jobs_seen import Origin
 from ultrabench.store.state import AttemptState, Nodes, SweepState, final_attempts
 from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.config.sweep_config import RetryPolicy, SweepConfig
+from ultrabench.sweep.partial_steps import partial_steps_of
 from ultrabench.sweep.plan import Plan, ReportProgress
 from ultrabench.sweep.predict.search import expected_runs, propose, reasons
 from ultrabench.sweep.running import outliers
 from ultrabench.sweep.running.blame import Blame, blame_of, policy_of
 from ultrabench.sweep.running.outliers import CONTRADICTED_PARTS
-from ultrabench.sweep.running.retry import breaker_reason, decide_retry, proven_oom
+from ultrabench.sweep.running.retry import breaker_reason, decide_retry, has_failed_in_full, proven_oom
 from ultrabench.sweep.running.searched_cell import outcomes, runtimes_not_started
 from ultrabench.sweep.running.standings import standings_of
 from ultrabench.variant import runtime_text
@@ -34,10 +35,15 @@ def dominator_by_run(runs: Iterable[Candidate], state: SweepState) -> dict[str, 
     """run_id of each run that cannot fit -> run_id of a run that needs no more and ran out of memory.
 
     A run that was ok, or that the user asks for, is not left out. A run that ran out of memory is not used
-    as evidence when one that needs more memory was ok.
+    as evidence when one that needs more memory was ok. Parts of steps that were ok say nothing of a run whose start in
+    full has failed.
     """
     attempts_by_run, requested_ids = state.by_run(), {key.run_id for key in state.retried}
-    fitted_ids = {run_id for run_id, attempts in attempts_by_run.items() if any(a.ok for a in attempts)}
+    fitted_ids = {
+        run_id
+        for run_id, attempts in attempts_by_run.items()
+        if any(a.ok for a in attempts) and not has_failed_in_full(attempts)
+    }
     runs_by_family: dict[tuple[object, ...], list[Candidate]] = {}
     for run in runs:
         runs_by_family.setdefault((run.cell, *run.spec.variant.items(), family(run.layout)), []).append(run)
@@ -219,7 +225,10 @@ def next_attempts(
         if key not in state.suspect_losses and {doubt.code for doubt in doubts} != {CONTRADICTED_PARTS}
     }
     blame = blame_of(state, config.retry)
-    finder = _AttemptFinder(state, state.by_run(), config.retry, blame, launch, repeatable_suspects)
+    reuses_parts = partial_steps_of(config) != "off"
+    finder = _AttemptFinder(
+        state, state.by_run(), config.retry, blame, launch, repeatable_suspects, reuses_parts
+    )
     oom_id_by_run = dominator_by_run(plan.runs, state)
     is_sure_by_run = outliers.contradicted_runs(state, config.hardware.device)
     contradicted_cells = {run.cell for run in plan.runs if is_sure_by_run.get(run.run_id)}
@@ -235,7 +244,16 @@ def next_attempts(
     if config.measure.confirm > config.repeats or any(run.is_screened for run in open_runs):
         unsettled_cells = {attempt.candidate.cell for attempt in todo}
         settled_runs = [run for run in open_runs if run.cell not in unsettled_cells]
-        best_ids = contender_ids(settled_runs, state, config.hardware.device) | is_sure_by_run.keys()
+        # A start in full that has failed is tried again, if it is at all, before others take the place of its run.
+        failed_runs = [
+            run
+            for run in settled_runs
+            if run.is_screened and has_failed_in_full(finder.attempts_by_run.get(run.run_id, ()))
+        ]
+        todo += (retries := finder.starts_in_full(failed_runs, config))
+        retried_cells = {attempt.candidate.cell for attempt in retries}
+        settled_runs = [run for run in settled_runs if run.cell not in retried_cells]
+        best_ids = _startable_contender_ids(finder, settled_runs, config) | is_sure_by_run.keys()
         best_runs = [run for run in settled_runs if run.run_id in best_ids]
         # A start that measures a run in full says which run is the best, a second one if it contradicts parts, and a
         # third one if both do so in opposite directions.
@@ -249,16 +267,15 @@ def next_attempts(
                 for r in best_runs
                 if r.is_screened and num_starts <= 1 + (r.run_id in is_sure_by_run) + (r.run_id in open_ids)
             ]
-            in_full = [run.in_full(config.measure) for run in screened_runs]
-            todo += finder.todo_of(in_full, range(num_starts - 1, num_starts))
+            todo += finder.starts_in_full(screened_runs, config, num_starts)
         full_ids = {key.run_id for key, a in state.attempts.items() if a.ok and not a.ok.is_screened}
         full_ids -= {attempt.key.run_id for attempt in todo}
         confirmed_runs = [run for run in best_runs if run.run_id in full_ids]
         further = range(config.repeats, config.measure.confirm)
         todo += finder.todo_of([run for run in confirmed_runs if not run.has_two_starts], further)
-        in_full = [run.in_full(config.measure) for run in confirmed_runs if run.has_two_starts]
-        # Starts by parts do not count among those in full.
-        todo += finder.todo_of(in_full, range(config.measure.confirm - config.repeats))
+        two_start_runs = [run for run in confirmed_runs if run.has_two_starts]
+        for number in range(1, len(further) + 1):
+            todo += finder.starts_in_full(two_start_runs, config, number)
     todo = [attempt for attempt in todo if attempt.key not in keys_under_way]
     untried_node_counts = frozenset[int]()
     if config.launcher.control:  # one allocation of each number of nodes is tried first
@@ -297,7 +314,9 @@ def attempts_after(
         return []
     launch = Launch(old_attempts=frozenset(state.attempts) if old_attempts is None else old_attempts)
     blame = blame or blame_of(state, policy)
-    finder = _AttemptFinder(state, state.by_run(), policy, blame, launch, frozenset())
+    setting = state.config.get("measure", {}).get("partial_steps", "off")
+    reuses_parts = is_adaptive(state) if setting is None else setting != "off"
+    finder = _AttemptFinder(state, state.by_run(), policy, blame, launch, frozenset(), reuses_parts)
     return finder.todo_of(runs, range(state.config["repeats"]))
 
 
@@ -328,9 +347,37 @@ def contender_ids(runs: Iterable[Candidate], state: SweepState, device: str) -> 
     Args:
         state: what `with_loss_outliers` returns.
     """
-    rankings = standings_of(runs, state, device).values()
-    contenders = (open_contenders(near_best(ranking, MAX_CONTENDERS)) for ranking in rankings)
+    return _contender_ids(standings_of(runs, state, device).values())
+
+
+def _contender_ids(
+    rankings: Iterable[Sequence[Standing]], passed_over_ids: Set[str] = frozenset()
+) -> frozenset[str]:
+    """What `contender_ids` returns, as if the runs to pass over had not been made."""
+    open_rankings = ([s for s in ranking if s.run_id not in passed_over_ids] for ranking in rankings)
+    contenders = (open_contenders(near_best(ranking, MAX_CONTENDERS)) for ranking in open_rankings)
     return frozenset(standing.run_id for of_cell in contenders for standing in of_cell)
+
+
+def _startable_contender_ids(
+    finder: "_AttemptFinder", runs: Sequence[Candidate], config: SweepConfig
+) -> frozenset[str]:
+    """The contenders of each cell; a run that cannot be started in full any more leaves its place to the next one."""
+    rankings = [*standings_of(runs, finder.state, config.hardware.device).values()]
+    screened_runs = {
+        run.run_id: run
+        for run in runs
+        if run.is_screened
+        and not any(a.ok and not a.ok.is_screened for a in finder.attempts_by_run.get(run.run_id, ()))
+    }
+    unstartable_ids = set[str]()
+    while True:
+        best_ids = _contender_ids(rankings, unstartable_ids)
+        best_runs = [screened_runs[run_id] for run_id in best_ids & screened_runs.keys()]
+        startable_ids = {attempt.key.run_id for attempt in finder.starts_in_full(best_runs, config)}
+        if not (new_ids := {run.run_id for run in best_runs} - startable_ids):
+            return best_ids
+        unstartable_ids |= new_ids
 
 
 def has_old_patterns(attempt: AttemptState, kernel: KernelConfig) -> bool:
@@ -372,10 +419,15 @@ def _is_read_in_log(result: RunResult) -> bool:
     return result.cause in (UNMEASURED, "non_finite_loss", "bad_report") and result.measured_by != "report"
 
 
-def _stands_for(run: Candidate, result: RunResult) -> bool:
+def _stands_for(run: Candidate, result: RunResult, reuses_parts: bool) -> bool:
     """Whether an ok result has measured as much as is asked of the run: whole steps if not parts alone, and in full
     unless the run is only screened.
+
+    Args:
+        reuses_parts: whether the launch accepts a start that measured few whole steps and then parts.
     """
+    if not reuses_parts and result.parts_step_time_s is not None:
+        return False
     is_enough = run.is_screened or not result.is_screened
     return is_enough and not (run.has_whole_steps and result.is_partial)
 
@@ -390,23 +442,44 @@ class _AttemptFinder:
     blame: Blame
     launch: Launch
     suspect_keys: Set[AttemptKey]
+    reuses_parts: bool
+    """Whether a start that measured few whole steps and then parts counts for a run; not in a sweep of whole steps."""
 
-    def todo_of(self, runs: Sequence[Candidate], repeats: range) -> list[PlannedAttempt]:
-        """The attempts that these repeats of `runs` still need: one repeat of every run, then the next."""
-        next_attempts = (self._next_attempt(run, repeat, repeats.stop) for repeat in repeats for run in runs)
+    def todo_of(
+        self, runs: Sequence[Candidate], repeats: range, num_screening: int = 0
+    ) -> list[PlannedAttempt]:
+        """The attempts that these repeats of `runs` still need: one repeat of every run, then the next.
+
+        Args:
+            num_screening: number of first repeats that only screened the runs, if these are measured in full now.
+        """
+        next_attempts = (
+            self._next_attempt(run, repeat, repeats.stop, num_screening) for repeat in repeats for run in runs
+        )
         return [attempt for attempt in next_attempts if attempt]
 
-    def _next_attempt(self, run: Candidate, counted_index: int, num_repeats: int) -> PlannedAttempt | None:
+    def starts_in_full(
+        self, screened_runs: Sequence[Candidate], config: SweepConfig, number: int = 1
+    ) -> list[PlannedAttempt]:
+        """The attempts that start number `number` in full of these runs still needs."""
+        runs_in_full = [run.in_full(config.measure) for run in screened_runs]
+        return self.todo_of(runs_in_full, range(number - 1, number), config.repeats)
+
+    def _next_attempt(
+        self, run: Candidate, counted_index: int, num_repeats: int, num_screening: int
+    ) -> PlannedAttempt | None:
         """The attempt that a counted repeat of `run` still needs; None when it needs no more.
 
-        `counted_index` is the number of counted repeats before it.
+        `counted_index` is the number of counted repeats before it. A repeat that only screened the run and failed does
+        not count for a run in full, unless parts have shown that the run does not fit: whole steps need no less memory.
         Repeats count in the environment that has most of them. Those in other ones are made again, at most
         `num_repeats` of them, since every node of a cluster may have an environment of its own.
         """
         groups = groupby(self.attempts_by_run.get(run.run_id, ()), key=lambda attempt: attempt.key.repeat)
         attempts_by_repeat = {repeat: [*attempts] for repeat, attempts in groups}
         begun_attempts, accepts = self.launch.begun_attempts, self.launch.accepts
-        all_attempts = chain.from_iterable(attempts_by_repeat.values())
+        all_attempts = [*chain.from_iterable(attempts_by_repeat.values())]
+        has_fitted = any(attempt.ok for attempt in all_attempts)
         environment_counts = Counter(a.ok.environment for a in all_attempts if a.ok)
         usual_environments = [environment for environment, _ in environment_counts.most_common(1)]
         last_index, num_suspect, num_unusual, control_allocations = -1, 0, 0, set[str]()
@@ -419,8 +492,14 @@ class _AttemptFinder:
             oks = {a.key: a.ok for a in attempts if a.ok}
             if oks and not any(key not in begun_attempts or accepts(ok) for key, ok in oks.items()):
                 continue  # an old result of another environment is kept, but does not count as a repeat
-            if oks and not any(_stands_for(run, ok) for ok in oks.values()):
+            if oks and not any(_stands_for(run, ok, self.reuses_parts) for ok in oks.values()):
                 continue
+            if attempts and not oks and not run.is_screened:
+                results = [attempt.result for attempt in attempts if attempt.result]
+                has_only_screened = repeat < num_screening or any(r.is_screened for r in results)
+                is_oom = bool(results) and results[-1].status == Status.OOM
+                if has_only_screened and (has_fitted or not is_oom):
+                    continue
             # Control runs of one allocation are not independent, so that they count as one repeat.
             allocations = {attempt.allocation for attempt in attempts if attempt.ok}
             if allocations & control_allocations:

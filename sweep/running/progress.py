@@ -26,6 +26,7 @@ from ultrabench.sweep.candidate import Candidate, cell_columns
 from ultrabench.sweep.running.attempts import attempts_after, is_adaptive, later_runs, skips
 from ultrabench.sweep.running.blame import latest_blame
 from ultrabench.sweep.running.outliers import for_answers
+from ultrabench.sweep.running.retry import has_failed_in_full
 from ultrabench.sweep.running.standings import best_of_rankings, standings_of, suspects_of
 
 _JSON_FIELDS = (
@@ -274,16 +275,22 @@ def _runs_per_hour(state: SweepState) -> float | None:
 
 
 def standing_attempts(state: SweepState) -> dict[str, AttemptState]:
-    """run_id -> the attempt of any repeat that has the status of the run: ok, else running, else as in its standing."""
+    """run_id -> the attempt of any repeat that has the status of the run: ok, else running, else as in its standing.
+
+    A run that was only screened and whose start in full has failed is not ok.
+    """
 
     def order(attempt: AttemptState) -> tuple[bool, bool, tuple[int, bool]]:
         result = attempt.result
         return attempt.ok is not None, result is None, outcome_order(result.status if result else None)
 
-    attempt_by_run: dict[str, AttemptState] = {}
-    for (run_id, _), attempt in final_attempts(state).items():  # of equal ones the latest repeat
-        attempt_by_run[run_id] = max(attempt, attempt_by_run.get(run_id, attempt), key=order)
-    return attempt_by_run
+    attempts_by_run = defaultdict[str, list[AttemptState]](list)
+    for (run_id, _), attempt in final_attempts(state).items():
+        attempts_by_run[run_id].insert(0, attempt)  # of equal ones the latest repeat
+    for run_id, attempts in attempts_by_run.items():
+        if has_failed_in_full(attempts):
+            attempts_by_run[run_id] = [attempt for attempt in attempts if not attempt.ok]
+    return {run_id: max(attempts, key=order) for run_id, attempts in attempts_by_run.items()}
 
 
 def settled_runs(state: SweepState) -> dict[str, Status]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from ultrabench.kernel_config import LOG_OPTIONS
 from ultrabench.result import NOT_STARTED, STATUSES, UNMEASURED, RunResult, Status
 from ultrabench.run import AttemptKey
+from ultrabench.standing import failed_in_full
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.config.sweep_config import OUTSIDE, RetryPolicy
 from ultrabench.sweep.running.blame import Blame
@@ -98,6 +99,16 @@ def proven_oom(attempts: Iterable[AttemptState], memory_share: float) -> bool:
     ooms = [a.result for a in attempts if a.result and a.result.status == Status.OOM]
     is_repeated = len(ooms) > 1 and any(oom.confirmed for oom in ooms)
     return is_repeated or any(_is_sure_oom(oom, memory_share) for oom in ooms)
+
+
+def has_failed_in_full(attempts: Iterable[AttemptState]) -> bool:
+    """Whether a run was only screened, and the start that was to measure it in full has failed.
+
+    Args:
+        attempts: those of one run, sorted by repeat and attempt.
+    """
+    last_results = {attempt.key.repeat: attempt.result for attempt in attempts}.values()
+    return failed_in_full((result.status, result.is_screened) for result in last_results if result)
 
 
 def breaker_reason(

@@ -20,6 +20,7 @@ from ultrabench.sweep.predict.predict import with_links
 from ultrabench.sweep.predict.profile import Profile
 from ultrabench.sweep.predict.search import MIN_GAIN, TriedRuns, propose
 from ultrabench.sweep.running import outliers
+from ultrabench.sweep.running.retry import has_failed_in_full
 from ultrabench.variant import Runtime, Value
 
 NUM_BEST_LAYOUTS = 3
@@ -60,7 +61,8 @@ class SearchedCell(NamedTuple):
 def outcomes(runs: Iterable[Candidate], state: SweepState, max_p_oom: float) -> Iterator[SearchedCell]:
     """For each cell its runs, and how those that were tried ended, for the adaptive search.
 
-    The step time of a run is the median over all its measurements, also those that were stopped as slower.
+    The step time of a run is the median over its measurements, also those that were stopped as slower; numbers that
+    only screened a run do not count beside those of starts in full, nor do parts beside whole steps.
     What is predicted is that of `with_measured_links`. Runs whose container or interpreter has not started in spite of
     tries are left out, if their cell has others: a search that begins with them would never come to these.
     """
@@ -93,14 +95,27 @@ def _tried(
 ) -> TriedRuns:
     """How the runs that were tried ended."""
     tries = {run.run_id: attempts_by_run.get(run.run_id, []) for run in runs}
-    medians = {i: [median(a.ok.step_times_s) for a in tries[i] if a.ok and a.ok.step_times_s] for i in tries}
+    medians = {run_id: _medians_s(attempts) for run_id, attempts in tries.items()}
     times_s = {run_id: median(run_medians_s) for run_id, run_medians_s in medians.items() if run_medians_s}
     pending_ids = {i for i in tries if any(a.result is None for a in tries[i])} - times_s.keys()
     failed_or_new_ids = tries.keys() - times_s.keys() - pending_ids
-    last_results = {i: tries[i][-1].result for i in failed_or_new_ids if tries[i]}
+    failures = {i: [a.result for a in tries[i] if not a.ok] for i in failed_or_new_ids}
+    last_results = {run_id: results[-1] for run_id, results in failures.items() if results}
     oom_ids = {i for i, result in last_results.items() if result and result.status == Status.OOM}
     failed_ids = last_results.keys() - oom_ids
     return TriedRuns(times_s, oom_ids, failed_ids, pending_ids, max_p_oom)
+
+
+def _medians_s(attempts: Sequence[AttemptState]) -> list[float]:
+    """The median step times of the attempts of a run that the search believes: of those in full if there are any, else
+    of those by few whole steps, else of those by parts; none of a run whose start in full has failed.
+    """
+    if has_failed_in_full(attempts):
+        return []
+    results = [attempt.ok for attempt in attempts if attempt.ok and attempt.ok.step_times_s]
+    in_full = [result for result in results if not result.is_screened]
+    by_whole_steps = [result for result in results if not result.is_partial]
+    return [median(result.step_times_s) for result in in_full or by_whole_steps or results]
 
 
 def with_measured_links(

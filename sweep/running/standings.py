@@ -138,7 +138,7 @@ def standings_of(
                     allocation=attempt.allocation, control=allocation.control if allocation else None,
                     status=result.status if result else None, stopped=result.stopped if result else None,
                     suspect=suspects.get(attempt.key), partial=bool(timed_result and timed_result.is_partial),
-                    screened=bool(timed_result and timed_result.is_screened),
+                    screened=bool(result and result.is_screened),
                     rate=run.tokens_per_s_per_gpu(timed_result) if timed_result else None,
                     control_ratio=comparison.ratio, control_ci95_rel=comparison.ci95_rel,
                     ci95_rel=timed_result.step_time_ci95_rel if timed_result else None,

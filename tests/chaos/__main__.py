@@ -1,7 +1,8 @@
 """Long campaigns: `python -m tests.chaos --faults 200 --seed 7`; the same command continues a stopped one.
 
 `--kinds port_scan,other_user` draws only these kinds; `failures`, `interference`,
-`misleading`, `refusals`, `bad_nodes` and `ownership` name groups of kinds.
+`misleading`, `refusals`, `bad_nodes` and `ownership` name groups of kinds. With `--embedded` all campaigns run the
+embedded kernel, every second sweep by parts of steps.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from tests.slurm.conftest import SETTINGS, Cluster
 from tests.slurm.sweeps import SlurmBench
 
 PART = 25
-"""Number of faults in one campaign; every fourth campaign runs the embedded kernel."""
+"""Number of faults in one campaign; every fourth campaign runs the embedded kernel, and parts in every second sweep."""
 GROUPS = {"failures": FAILURES, "interference": INTERFERENCE, "misleading": MISLEADING, "refusals": REFUSALS,
           "bad_nodes": BAD_NODES, "ownership": OWNERSHIP}  # fmt: skip
 ALL = ",".join(GROUPS)
@@ -80,6 +81,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--folder", type=Path, help="default: one for each seed and kinds in /tmp")
     parser.add_argument("--kinds", default=ALL, help="names with commas between them; default: all")
+    parser.add_argument("--embedded", action="store_true", help="run the embedded kernel in all campaigns")
     args = parser.parse_args()
     kinds = kinds_of(args.kinds)
     fit = [k for k in kinds if k not in OF_A_PROGRAM and k not in ("node_silent", "stop_leader")]
@@ -87,6 +89,7 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(1))
     suffix = f"-{zlib.crc32(args.kinds.encode()):08x}" if args.kinds != ALL else ""
+    suffix += "-embedded" * args.embedded
     folder = (args.folder or Path(f"/tmp/ultrabench-chaos-{args.seed}{suffix}")).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     done_file = folder / "campaigns.jsonl"
@@ -98,7 +101,7 @@ def main() -> int:
             cluster.tool("up", *SETTINGS)
             count = min(PART, args.faults - number * PART)
             say(f"campaign {number + 1}: {count} faults")
-            embedded = number % 4 == 3 and bool(fit)
+            embedded = (args.embedded or number % 4 == 3) and bool(fit)
             seed, drawn = f"{args.seed}.{number}", fit if embedded else kinds
             facts = part(folder / "work", cluster, seed, count, drawn, embedded)
             with done_file.open("a") as file:

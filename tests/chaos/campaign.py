@@ -51,6 +51,10 @@ LONG = "launcher.allocation_minutes=0.8"
 EMBEDDED = ("sweep.gbs=4", "sweep.nodes=[1,2]", "sweep.zero_stage=[0]", "sweep.mbs=[1]", "measure.max_steps=60",
             "measure.target_ci95_rel=0.0001", "launcher.allocation_minutes=1", "measure.run_limit_s=300",
             "measure.start_deadline_s=120")  # fmt: skip
+IN_PARTS = ("sweep.gbs=48", "sweep.gas=null", "sweep.mbs=[2]", "sweep.tp=[1]", "sweep.seq_len=32",
+            "measure.partial_steps=auto", "measure.max_steps=20")  # fmt: skip
+"""Options of every second sweep of the embedded kernel: three of four runs are screened by parts of steps, one by few
+whole steps, and the best of each number of nodes is started again in full."""
 
 
 class Campaign:
@@ -131,7 +135,7 @@ class Campaign:
 
     def launch_words(self) -> list[str]:
         """The words of the command line that launches the current sweep."""
-        options = EMBEDDED
+        options = (*EMBEDDED, *IN_PARTS) if self._numbers % 2 else EMBEDDED
         if not self.embedded:
             options = (*self.program_options(self.sweep), *MANY, *([LONG] if self._numbers % 2 == 0 else []))
         common = (*COMMON, f"launcher.srun=['--task-prolog={self.nodes.prolog}']")

@@ -58,6 +58,7 @@ def judge(
     return [
         *_never_lost(table, {record.get("run") for record in records}),
         *_never_twice(rows),
+        *_confirmed(rows),
         *([] if executions is None else [*_witnessed(rows, executions), *one_at_a_time(executions)]),
         *_explained(rows, records),
         *_blamed(rows, records, view),
@@ -70,13 +71,23 @@ def judge(
 def most_jobs(table: Rows, records: Rows, launches: int) -> int:
     """The largest number of jobs that a sweep may use, which depends on its plan and on the faults.
 
-    It is one for each planned run, although an allocation usually has several; one for each allocation that a
-    fault hit, whose run is repeated in another job; and a few for each launch. A fault may set its own number
-    of jobs with `costs`.
+    It is one for each planned run, although an allocation usually has several; one for each start after that which
+    screened a run; one for each allocation that a fault hit, whose run is repeated in another job; and a few for each
+    launch. A fault may set its own number of jobs with `costs`.
     """
     planned = {row["run_id"] for row in table if row["status"] not in ("rejected", "skipped")}
     fault_jobs = sum(record.get("costs", len(record.get("allocations", ()))) for record in records)
-    return len(planned) + fault_jobs + JOBS_A_LAUNCH * launches
+    return len(planned) + len(_later_starts(table)) + fault_jobs + JOBS_A_LAUNCH * launches
+
+
+def _later_starts(rows: Rows) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """Run and repeat -> the attempts of each start after the one that screened a run; control runs are none."""
+    screened = {row["run_id"] for row in rows if row.get("screened")}
+    starts = defaultdict(list)
+    for row in rows:
+        if row["run_id"] in screened and row["repeat"] and row.get("control") != row["run_id"]:
+            starts[row["run_id"], row["repeat"]].append(row)
+    return starts
 
 
 def allocation_events(journal: Path) -> Iterator[dict[str, Any]]:
@@ -139,6 +150,25 @@ def _never_twice(rows: Rows) -> list[str]:
             problems.append(f"{run}.{repeat} is ok {len(oks)} times: attempts {oks}")
         elif oks and oks[0] != tries[-1]["attempt"]:
             problems.append(f"{run}.{repeat} was tried again after it was ok")
+    return problems
+
+
+def _confirmed(rows: Rows) -> list[str]:
+    """Problems with the rule that a start in full follows those that screened runs, in each cell, and is not lost."""
+    problems = []
+    for (run, repeat), tries in _later_starts(rows).items():
+        last = max(tries, key=lambda row: row["attempt"])
+        if last["status"] in UNFINISHED:
+            problems.append(f"{run}.{repeat} has ended {last['status']} and was left so")
+    cells = defaultdict(list)
+    for row in rows:
+        if row["status"] == "ok":
+            cells[row.get("nodes")].append(bool(row.get("screened")))
+    problems += [
+        f"on {nodes} nodes, {len(screened)} runs were screened and none was measured in full"
+        for nodes, screened in cells.items()
+        if all(screened)
+    ]
     return problems
 
 

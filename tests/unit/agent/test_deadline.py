@@ -9,6 +9,7 @@ from tests.sweep_folder import ended
 from tests.unit.agent.one_node import task
 from ultrabench.agent.lead import result_if_overdue
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
+from ultrabench.partial_step import Slice
 from ultrabench.start_up import with_measured_times
 
 CALM = {
@@ -91,6 +92,48 @@ def test_a_checkpoint_has_a_limit_of_its_own_and_is_no_hang():
     assert (missed.status, missed.cause, missed.suspect_hosts) == ("ok", "disk_slow", ())
     progress.add([{"rank": 0, **phase("teardown")}], now_s=140.2)
     assert result_if_overdue(limited, progress, 140.2).status != "ok", "the limit of the run counts again"
+
+
+def part_steps(num_turns, sizes, first_turn=0):
+    """The report lines of measured turns of steps of these sizes, 0.1 s for each micro-batch."""
+    return [
+        {"event": "step", "seconds": 0.1 * size, "gas": size, "whole_gas": 64, "turn": turn, "measured": True}
+        for turn in range(first_turn, first_turn + num_turns)
+        for size in sizes
+    ]
+
+
+def whole_steps(num):
+    """The report lines of measured whole steps of 6.4 s."""
+    return [{"event": "step", "seconds": 6.4, "measured": True}] * num
+
+
+PARTS = {"slice": Slice(g1=2, g2=4, wider=6)}
+
+
+@pytest.mark.parametrize(
+    ("asked", "lines", "num_times"),
+    [
+        ({}, whole_steps(19), None), ({}, whole_steps(20), 20), (PARTS, part_steps(19, (2, 4)), None),
+        (PARTS, part_steps(20, (2, 4)), 20),
+        # The first pair counts until the wider one has as many turns as are needed.
+        (PARTS, part_steps(50, (2, 4)) + part_steps(19, (2, 6), 50), 50),
+        (PARTS, part_steps(50, (2, 4)) + part_steps(20, (2, 6), 50), 20),
+        # A start in full has measured its few whole steps.
+        ({**PARTS, "few_steps": True}, whole_steps(5), None),
+        ({**PARTS, "few_steps": True}, whole_steps(6) + part_steps(3, (2, 4)), 6),
+    ],
+)  # fmt: skip
+def test_at_its_limit_a_run_is_ok_if_it_has_measured_what_it_was_asked_for(asked, lines, num_times):
+    limits = replace(TASK.measure, min_steps=20, max_steps=50, loss_step=1)
+    limited = replace(TASK, limit_s=60.0, measure=limits, **asked)
+    progress = AttemptProgress(1, ("n0",))
+    progress.add([{"rank": 0, "line": line} for line in lines], now_s=60.0)
+    result = result_if_overdue(limited, progress, 60.1)
+    assert result.status == ("timeout" if num_times is None else "ok")
+    times_s = progress.reporter.measured_step_times_s(limited.measure)
+    if num_times is not None:
+        assert times_s == pytest.approx([6.4] * num_times)
 
 
 STEP = {"line": {"event": "step", "seconds": 1.0}}

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tests.configs import refused
 from tests.unit.analysis.tables import row, table_of
 from ultrabench.analysis.results.cells import caveats, compared_with, layout_words, notes
+from ultrabench.analysis.results.left_out import none_left
 from ultrabench.analysis.results.ranking import leaderboard, rank
 from ultrabench.analysis.results.rows import without_doubtful_mfu
 
@@ -236,6 +237,30 @@ def test_notes_and_doubts_count_what_ended_and_what_is_in_doubt():
     )
     assert "torch 2.13.0" in note
     assert notes(table, include_suspects=True).startswith(f"{counts} (may win any cell): 1 of 9 rows. ")
+
+
+def test_a_run_whose_start_in_full_has_failed_is_named_by_that_everywhere():
+    """Parts of it were ok. Only where a start in full may still come is a launch the remedy."""
+    parts = {"measured_gas": "2,4", "screened": True}
+    failed = [row("a", **parts), row("a", status="oom", repeat=1)]
+    for rows, reason, counts, remedy in (
+        (failed, "1 oom", "1 run, none can win: 1 oom", "see why: ultrabench plot failures"),
+        (
+            [*failed, row("b", 50.0, **parts)],
+            "1 ok only screened, by parts of steps or few whole steps; 1 oom",
+            "2 runs, none can win: 1 only screened, by parts of steps or few whole steps, 1 oom",
+            "launch the sweep again: it measures the best ones in full",
+        ),
+    ):
+        table = table_of(*rows)
+        (cell,) = rank(table)
+        assert (cell.run_id, cell.reason) == (None, reason)
+        (board,) = leaderboard(table)
+        assert board[-1]["status"] == "oom"
+        assert str(none_left(table.to_pandas(), "none can win")) == f"{counts}; {remedy}"
+        assert notes(table).startswith("Layouts: 1 oom" if len(board) == 1 else "Layouts: 1 ok, 1 oom")
+    (cell,) = cells_of(*failed, row("b", 50.0, **parts), row("b", 49.0, repeat=1))
+    assert (cell.run_id, cell.num_oom) == ("b", 1)
 
 
 @pytest.mark.parametrize("rank_by", ["tokens_per_s_per_gpu", "step_time_s"])

@@ -23,6 +23,11 @@ def lines(run="a", attempt=0, words="start step end", allocation="n1-1.0", host=
     ]
 
 
+def second_start(at_s):
+    """The lines of the second repeat of a run, in another allocation."""
+    return [line.replace(" a 0 0 ", " a 1 0 ") for line in lines(allocation="n1-2.0", at_s=at_s)]
+
+
 LOST = [row(status="lost"), row(attempt=1, allocation="n1-2.0")]
 KILLED = {"kind": "scancel", "allocations": ["n1-1.0"]}
 FULL = {"kind": "scratch_full", "allocations": ["n1-1.0"]}
@@ -61,6 +66,18 @@ CASES = {
     "unexplained": (
         [row(status="lost"), row(attempt=1)], [*lines(words="start"), *lines(attempt=1, at_s=9)],
         [{"kind": "port_scan", "allocations": []}], ["a.0.0 ended lost in n1-1.0: None"]),
+    "screened, and then measured in full": (
+        [row(screened=True), row(repeat=1, allocation="n1-2.0"), row("b", screened=True)],
+        [*lines(), *lines("b", at_s=9), *second_start(at_s=20)], [], []),
+    "screened, and no more": (
+        [row(screened=True)], lines(), [], ["on None nodes, 1 runs were screened and none was measured in full"]),
+    "a start in full that was lost": (
+        [row(screened=True), row("b"), row(repeat=1, status="lost", allocation="n1-2.0")],
+        [*lines(), *lines("b", at_s=9), *second_start(at_s=20)], [{"kind": "scancel", "allocations": ["n1-2.0"]}],
+        ["a.1 has ended lost and was left so"]),
+    "a control run that was lost": (
+        [row(screened=True), row("b"), row(repeat=1, status="lost", allocation="n1-2.0", control="a")],
+        [*lines(), *lines("b", at_s=9), *second_start(at_s=20)], [{"kind": "scancel", "allocations": ["n1-2.0"]}], []),
     "a full disk": (
         [row(status="crash", cause="disk_full"), row(attempt=1, allocation="n1-2.0")],
         [*lines(words="start"), *lines(attempt=1, at_s=9)], [FULL], []),

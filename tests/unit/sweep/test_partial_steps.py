@@ -13,8 +13,9 @@ from tests.sweep_folder import ended
 from tests.unit.allocations import key_of, told, with_launcher
 from tests.unit.analysis.sweeps import make_sweep
 from ultrabench.agent.diagnose.outcome import without_unlike
+from ultrabench.cli.sweep.live import attempt_line, panel
 from ultrabench.cli.sweep.plan import partial_step_lines
-from ultrabench.layout import Layout
+from ultrabench.layout import Layout, dominates
 from ultrabench.partial_step import Departure, Slice
 from ultrabench.result import SLOWER, Status, doubt_text
 from ultrabench.store.state import AllocationState, SweepState
@@ -25,7 +26,7 @@ from ultrabench.sweep.partial_steps import auto_slice, listed_slice, partial_ste
 from ultrabench.sweep.plan import make_plan, with_strategy
 from ultrabench.sweep.plan_table import read_rows, runs_of, write_plan
 from ultrabench.sweep.refusals import schedule_refusals
-from ultrabench.sweep.running.attempts import AttemptsLeft, PlannedAttempt, next_attempts
+from ultrabench.sweep.running.attempts import AttemptsLeft, PlannedAttempt, dominator_by_run, next_attempts
 from ultrabench.sweep.running.outliers import suspect_attempts
 from ultrabench.sweep.running.price import (
     control_key,
@@ -38,7 +39,9 @@ from ultrabench.sweep.running.price import (
     with_measured_times,
     within_limit,
 )
-from ultrabench.sweep.running.standings import standings_of
+from ultrabench.sweep.running.progress import progress_of
+from ultrabench.sweep.running.searched_cell import outcomes
+from ultrabench.sweep.running.standings import fastest_of_cells, standings_of
 
 IN_PARTS = [
     *("launcher=slurm", "hardware=cpu", "model=tiny", "sweep.nodes=[1]", "sweep.gbs=64", "sweep.gas=null"),
@@ -202,13 +205,103 @@ def test_parts_choose_and_whole_steps_confirm():
     assert [t.key for t in next_of(state)] == [key_of(RUNS[2], 1)]
 
 
-def test_whole_steps_that_fail_confirm_nothing():
+UNCONFIRMED = "1 cell led by a screened run, which is measured in full before it is called the best"
+
+
+def shown(state):
+    """The text that `sweep status` shows of a sweep."""
+    progress = progress_of("s", RUNS, state, "cpu")
+    return "\n".join(map(str, panel(progress, is_active=False).renderables))
+
+
+def test_the_status_says_that_a_screened_run_leads_until_it_was_measured_in_full():
     state = all_by_parts()
-    told(state, RUNS[0], Status.OOM, 1)
+    progress = progress_of("s", RUNS, state, "cpu")
+    assert (progress.best, progress.unconfirmed, progress.as_json()["unconfirmed"]) == ((), 1, 1)
+    assert UNCONFIRMED in shown(state)
+    measured(state, RUNS[1], 1.01, parts=False, repeat=1)
+    assert UNCONFIRMED in shown(state), "the fastest is still one that was only screened"
+    measured(state, RUNS[0], 1.02, parts=False, repeat=1)
+    (best,) = progress_of("s", RUNS, state, "cpu").best
+    assert (best[0].run_id, "led by a screened run" in shown(state)) == (RUNS[1].run_id, False)
+
+
+def test_lines_about_screened_attempts_say_how_they_were_measured():
+    state = told(SweepState(), RUNS[0], Status.OK, measured_gas="2,4", screened=True, step_times_s=(1.0,) * 6)
+    told(state, RUNS[1], Status.OK, screened=True, step_times_s=(1.0,) * 6)
+    told(state, RUNS[2], Status.OK, step_times_s=(1.0,) * 6)
+    lines = [str(attempt_line(run, state.attempts[key_of(run)])) for run in RUNS]
+    ends = ["step 1 s by parts of 2,4 micro-batches", "step 1 s by few whole steps", "step 1 s"]
+    assert [line.rpartition(", ")[2] for line in lines] == ends
+
+
+def test_whole_steps_that_fail_confirm_nothing():
+    """The next ones are measured in full instead, once nothing is tried again, and nothing competes with the failed."""
+    state = all_by_parts()
+    state = told(state, RUNS[0], Status.OOM, 1)
+    assert {t.key for t in next_of(state)} == {key_of(RUNS[0], 1, 1)}, "it is tried again before others begin"
+    told(state, RUNS[0], Status.OOM, 1, 1, confirmed=True)
+    assert next_of(state)[0].key == key_of(RUNS[1], 1)
+    (reference,) = fastest_of_cells(RUNS, state, "cpu").values()
+    assert reference.run_id == RUNS[1].run_id, "the race has no reference that cannot run"
     told(state, RUNS[1], Status.CRASH, 1)
-    told(state, RUNS[0], Status.OOM, 1, 1)
+    told(state, RUNS[1], Status.CRASH, 1, 1)
+    while (todo := next_of(state)) and todo[0].key.run_id == RUNS[1].run_id:
+        told(state, RUNS[1], Status.CRASH, 1, todo[0].key.attempt)
     assert best_of(state) == []
-    assert not [t for t in next_of(state) if t.key.run_id == RUNS[0].run_id]
+    assert [t.key for t in todo] == [key_of(run, 1) for run in RUNS[2:]]
+    (tried,) = (cell.tried for cell in outcomes(RUNS, state, 1.0))
+    assert (tried.oom_ids, tried.failed_ids) == ({RUNS[0].run_id}, {RUNS[1].run_id})
+    assert tried.times_s.keys() == {run.run_id for run in RUNS[2:]}
+    progress = progress_of("s", RUNS, state, "cpu")
+    assert (progress.by_status, progress.unconfirmed) == ({"crash": 1, "ok": len(RUNS) - 2, "oom": 1}, 1)
+    assert UNCONFIRMED in shown(state)
+    for run in RUNS[2:]:
+        told(state, run, Status.OOM, 1, confirmed=True)
+        told(state, run, Status.OOM, 1, 1, confirmed=True)
+    assert next_of(state) == ()
+    assert progress_of("s", RUNS, state, "cpu").unconfirmed == 0, "no cell waits for what does not come"
+    assert "led by a screened run" not in shown(state)
+
+
+def test_whole_steps_that_no_agent_survives_do_not_keep_the_others_waiting():
+    """A lost start is not the fault of its run, so that the next launch tries it again."""
+    state = all_by_parts()
+    for run in RUNS[:2]:
+        for attempt in range(10):
+            told(state, run, Status.LOST, 1, attempt, cause="agent_gone")
+    assert {t.key for t in next_of(state)} == {key_of(run, 1) for run in RUNS[2:]}
+
+
+def test_one_failed_screening_does_not_keep_a_contender_from_its_start_in_full():
+    plan = replace(PARTS, config=replace(PARTS.config, repeats=2))
+    state = all_by_parts()
+    for n, run in enumerate(RUNS):
+        measured(state, run, STEP_S + n, parts=True, repeat=1)
+    for status, words in (
+        (Status.OOM, {"confirmed": True, "screened": True}), (Status.CRASH, {"screened": True}), (Status.LOST, {}),
+    ):  # fmt: skip
+        for attempt in range(10):
+            told(state, RUNS[0], status, 0, attempt, **words)
+        assert planned(state, plan) == [(0, 2, True)], status
+    told(state, RUNS[0], Status.OOM, 2, 0, confirmed=True)
+    told(state, RUNS[0], Status.OOM, 2, 1, confirmed=True)
+    assert planned(state, plan) == [(1, 2, True)]
+
+
+def test_a_run_that_ran_out_of_memory_in_full_does_not_fit():
+    """Runs that need more are left out, although its parts were ok."""
+    plan = make_plan(load_config([
+        *(word for word in IN_PARTS if "mbs" not in word), "sweep.mbs=[1,2]", "sweep.tp=[1]", "sweep.pp=[1]",
+        "measure.partial_steps=auto",
+    ]))  # fmt: skip
+    small, large = sorted(plan.runs, key=lambda run: run.layout.mbs)[:2]
+    assert dominates(small.layout, large.layout)
+    state = measured(SweepState(), small, STEP_S, parts=True)
+    assert dominator_by_run(plan.runs, state) == {}
+    for attempt in range(2):
+        told(state, small, Status.OOM, 1, attempt, confirmed=True)
+    assert dominator_by_run(plan.runs, state) == {large.run_id: small.run_id}
 
 
 def test_a_whole_sweep_reuses_no_partial_attempt_but_parts_reuse_whole_ones():
@@ -239,6 +332,27 @@ def test_a_plan_with_another_strategy_is_that_of_a_sweep_with_it(settings):
             assert values == planned_values, name
         durations_s, planned_s = ([run.duration_s for run in p.runs] for p in (changed, planned))
         assert durations_s == pytest.approx(planned_s)
+
+
+def test_a_whole_sweep_measures_again_what_measured_any_parts():
+    """Also a start in full, which has measured few whole steps; what parts cannot fit, whole steps cannot either."""
+    whole_plan = make_plan(load_config(IN_PARTS))
+    state = confirmed(all_by_parts(), RUNS[0], 1.01, 1.0)
+    assert {t.key for t in next_of(state, whole_plan)} == {
+        key_of(RUNS[0], 2), key_of(RUNS[1], 1), key_of(RUNS[2], 1),
+    }  # fmt: skip
+    measured(state, RUNS[0], 1.02, parts=False, repeat=2)
+    told(state, RUNS[1], Status.CRASH, screened=True)
+    told(state, RUNS[2], Status.OOM, 0, 0, screened=True, confirmed=True)
+    told(state, RUNS[2], Status.OOM, 0, 1, screened=True, confirmed=True)
+    assert {t.key for t in next_of(state, whole_plan)} == {key_of(RUNS[1], 1)}
+    measured(state, RUNS[1], 1.0, parts=False, repeat=1)
+    assert next_of(state, whole_plan) == ()
+    assert best_of(state, whole_plan)[0] == RUNS[1].run_id
+    few = measured(SweepState(), RUNS[0], 1.0, parts=False, screened=True)
+    measured(few, RUNS[0], 1.0, parts=False, repeat=1)
+    again = {t.key.run_id for t in next_of(few, whole_plan)}
+    assert again == {RUNS[1].run_id, RUNS[2].run_id}, "all whole steps were measured in the second start"
 
 
 FEW = replace(PARTS, candidates=tuple(run.by_few_steps(PARTS.config.measure) for run in RUNS))
@@ -319,6 +433,12 @@ def test_a_second_start_decides_whether_whole_steps_contradict_parts():
     todo = next_of(state)
     assert {t.key.run_id for t in todo} == {run.run_id for run in RUNS[1:]}
     assert not any(t.candidate.slice for t in todo), "all others are measured whole"
+    measured(state, RUNS[1], 2.2, parts=False, repeat=1, screened=True)
+    (cell,) = outcomes(RUNS, state, 1.0)
+    times_s = [cell.tried.times_s[run.run_id] for run in RUNS]
+    assert times_s == [2.5, 2.2, 1.5], (
+        "the search believes whole steps, where there are any, and no mean with parts"
+    )
 
 
 def contradicted(whole_s):

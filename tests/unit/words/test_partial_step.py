@@ -244,6 +244,29 @@ def test_no_screened_run_is_the_best():
         ]  # fmt: skip
 
 
+def test_a_run_whose_start_in_full_has_failed_stands_as_that_start_ended():
+    """Nothing that screened it competes, not even where no other run was measured."""
+    parts = Repeat("a", "cell", status=Status.OK, rate=9.0, partial=True, screened=True)
+    slower = parts._replace(run_id="b", rate=5.0)
+
+    def ranked(*repeats):
+        ranking = standings(repeats)["cell"]
+        return [(s.run_id, s.outcome) for s in ranking], [s.run_id for s in near_best(ranking, 4)]
+
+    for status in (Status.OOM, Status.CRASH, Status.INVALID, Status.TIMEOUT, Status.HANG):
+        failure = Repeat("a", "cell", status=status)
+        assert ranked(parts, failure, slower) == ([("b", "ok"), ("a", status)], ["b"])
+        assert ranked(parts, failure) == ([("a", status)], [])
+        assert ranked(parts, failure._replace(screened=True)) == ([("a", "ok")], ["a"]), "parts once more"
+        assert ranked(parts, failure, parts._replace(screened=False))[1] == ["a"], (
+            "another start confirmed it"
+        )
+    for status in (None, Status.LOST, Status.CANCELLED, Status.PREEMPTED, Status.NODE_FAIL):
+        assert ranked(parts, Repeat("a", "cell", status=status)) == ([("a", "ok")], ["a"]), (
+            "it is tried again"
+        )
+
+
 def test_parts_of_other_starts_show_what_starts_differ_in():
     """One start has measured whole steps 10 % slower than its parts; the parts of another start were 4 % faster."""
     whole = Repeat(
