@@ -113,7 +113,11 @@ def test_files_tell_a_program_the_size_of_its_steps():
 
 
 def measured(state, run, step_s, *, parts, repeat=0):
-    of_parts = {"measured_gas": "2,6", "extrapolation_error_rel": 0.04, "screened": True} if parts else {}
+    of_parts = (
+        {"measured_gas": "2,6", "extrapolation_error_rel": 0.04, "parts_ci95_rel": 0.0, "screened": True}
+        if parts
+        else {}
+    )
     return told(state, run, Status.OK, repeat, step_times_s=(step_s,) * 6, hostnames=("h",), **of_parts)
 
 
