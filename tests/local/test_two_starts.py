@@ -73,7 +73,7 @@ def test_two_starts_of_a_program_give_its_whole_steps(bench):
     for mbs in (1, 2):
         row, true_s = ok[mbs, 0], 0.2 + (0.05 + 0.03 * (mbs - 1)) * 64 / mbs
         assert (row["gas"], row["gbs"], row["measured_gas"], row["screened"]) == (64 // mbs, 128, "2,6", True)
-        assert abs(row["step_time_s"] / true_s - 1) < row["step_time_ci95_rel"] < 0.06
+        assert abs(row["step_time_s"] / true_s - 1) < row["step_time_ci95_rel"] < 0.12
         assert row["loss_final"] is None
     best, screened = ok[2, 1], ok[2, 0]
     assert (best["measured_gas"], best["screened"]) == (None, None)
