@@ -44,10 +44,12 @@ from ultrabench.partial_step import (
     PartTimes,
     Slice,
     extrapolation_error_rel,
+    mean_turn,
     part_times,
     pooled,
     step_s,
     turns_ci95_rel,
+    variance_between,
     whole_step_ci95_rel,
 )
 from ultrabench.run import RunSpec
@@ -228,7 +230,9 @@ def judge(row: Row, departure_by_kind: dict[tuple[Any, ...], Departure | None], 
     slice_, gas, turns, _ = parts = parts_of_row(row, clock)
     line_departure = departure_by_kind.get(tuple(row["kind"]))
     whole_s = whole_steps_beside(row, slice_, clock)
-    by_turn_s = parts.whole_step_times_s
+    whole_error = stdev(whole_s) / math.sqrt(len(whole_s)) / mean(whole_s) if len(whole_s) > 1 else math.nan
+    by_turn_s, own_interval = parts.whole_step_times_s, turns_ci95_rel(slice_, turns, gas)
+    later_share = 1 - mean_turn(turns, slice_.pair)[slice_.g2] / median(by_turn_s)
     g1, g2 = (median(turn[size] for turn in turns) for size in (slice_.g1, slice_.g2))
     pair_s = g1 + g2
     return {
@@ -236,10 +240,14 @@ def judge(row: Row, departure_by_kind: dict[tuple[Any, ...], Departure | None], 
         "error": median(by_turn_s) / mean(whole_s) - 1,
         "error_of_medians": step_s(slice_, {slice_.g1: g1, slice_.g2: g2}, gas) / mean(whole_s) - 1,
         "interval": whole_step_ci95_rel(slice_, turns, gas, line_departure),
-        "own_interval": turns_ci95_rel(slice_, turns, gas),
+        "own_interval": own_interval,
+        "departure": Departure(
+            value=(mean(whole_s) / median(by_turn_s) - 1) / later_share,
+            error=math.hypot(whole_error, (own_interval or math.nan) / 2) / later_share,
+        ),
         "line_error": extrapolation_error_rel(slice_, turns, gas, line_departure),
         "whole_s": mean(whole_s), "whole_spread": max(whole_s) / min(whole_s) - 1, "turn_s": pair_s,
-        "whole_error": stdev(whole_s) / math.sqrt(len(whole_s)) / mean(whole_s) if len(whole_s) > 1 else math.nan,
+        "whole_error": whole_error,
     }  # fmt: skip
 
 
@@ -288,6 +296,7 @@ def summary(rows: Sequence[Row], clock: str = "s") -> Row:
         "intervals": len(with_interval),
         "whole_spread": median(row["whole_spread"] for row in judged),
         "whole_error": median(row["whole_error"] for row in judged),
+        "departure_spread": departure_spread([row["departure"] for row in judged]),
         "step_share": turn_s / whole_s,
         "step_share_confirmed": (turn_s + confirm_s) / whole_s,
         "load": [min(row["load"] for row in judged), max(row["load"] for row in judged)],
@@ -323,6 +332,12 @@ def show_starts_with_both(starts: Sequence[Row]) -> None:
         ]
         fact = f"whole steps and parts of one start differ beyond their intervals, by {name}: {shares[0]:.1%}"
         print(f"{fact} of {len(ratios)} starts, {shares[1]:.1%} by {SAME_START_TOLERANCE:.0%} more")
+
+
+def departure_spread(departures_by_whole_steps: Sequence[Departure]) -> float:
+    """The standard deviation, beyond noise, of what whole steps of layouts say about the straight line."""
+    certain = [departure for departure in departures_by_whole_steps if not math.isnan(departure.error)]
+    return math.sqrt(variance_between(certain)) if len(certain) > 1 else math.nan
 
 
 def contenders(judged: Sequence[Row]) -> Iterator[Row]:
@@ -389,6 +404,7 @@ def show(rows: Sequence[Row]) -> bool:
         ("coverage without the line's error", "coverage_without_line_error"),
         ("slowest / fastest whole step of a layout - 1", "whole_spread"),
         ("standard error of the mean of whole steps", "whole_error"),
+        ("departures by whole steps beyond noise", "departure_spread"),
     ):
         print(f"{name:46}{by_wall[key]:>8.1%}  by CPU time {by_cpu[key]:>7.1%}")
     return all(is_met for *_, is_met in verdicts)

@@ -74,21 +74,26 @@ def pooled(departures: Iterable[Departure | None]) -> Departure | None:
     known = [departure for departure in departures if departure is not None]
     if len(known) <= 1:
         return known[0] if known else None
-    values, variances = [d.value for d in known], [max(d.error, 1e-9) ** 2 for d in known]
-    weights = [1 / variance for variance in variances]
-    excess = (
-        sum(w * (v - _mean(values, weights)) ** 2 for v, w in zip(values, weights, strict=True))
-        - len(known)
-        + 1
-    )
-    total_weight = sum(weights)
-    spread = max(0.0, excess / (total_weight - sum(w**2 for w in weights) / total_weight))
-    weights = [1 / (variance + spread) for variance in variances]
+    between_runs = variance_between(known)
+    weights = [1 / (between_runs + _variance(departure)) for departure in known]
     return Departure(
-        value=_mean(values, weights),
-        error=math.sqrt(spread + 1 / sum(weights)),
-        num_runs=sum(d.num_runs for d in known),
+        value=_mean([departure.value for departure in known], weights),
+        error=math.sqrt(between_runs + 1 / sum(weights)),
+        num_runs=sum(departure.num_runs for departure in known),
     )
+
+
+def variance_between(departures: Sequence[Departure]) -> float:
+    """By how much two or more departures vary beyond their errors, which is 0 where these explain it."""
+    values, weights = [d.value for d in departures], [1 / _variance(d) for d in departures]
+    mean, total_weight = _mean(values, weights), sum(weights)
+    deviations = (weight * (value - mean) ** 2 for weight, value in zip(weights, values, strict=True))
+    excess = sum(deviations) - (len(departures) - 1)
+    return max(0.0, excess / (total_weight - sum(weight**2 for weight in weights) / total_weight))
+
+
+def _variance(departure: Departure) -> float:
+    return max(departure.error, 1e-9) ** 2
 
 
 def _mean(values: Sequence[float], weights: Sequence[float]) -> float:

@@ -111,7 +111,7 @@ def with_measured_times(plan: Plan, state: SweepState) -> Plan:
             run = run.by_slice(known_slice, measure)
         num_departures[run.cell, kind] += known_slice.third is not None
         num_before = num_departures[run.cell, kind] - 1 + (departure.num_runs if departure else 0)
-        has_third = num_before < (MAX_DEPARTURES if plan.config.shares_devices else 1)
+        has_third = num_before < (MAX_DEPARTURES if departure or plan.config.shares_devices else 1)
         if (run.has_third, run.p_wider) == (has_third, p_wider):
             return run
         return run.measured_by(measure, has_third=has_third, p_wider=p_wider)

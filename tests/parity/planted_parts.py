@@ -3,7 +3,7 @@
 import msgspec
 
 from tests.parity.fault import planted
-from ultrabench import result, run, standing
+from ultrabench import partial_step, result, run, standing
 from ultrabench.agent.diagnose import outcome
 from ultrabench.agent.ranks import rank_progress
 from ultrabench.kernel import step, worker
@@ -52,6 +52,16 @@ def wrong_pair(right, self):
 def certain_line(right, own_ci95_rel, error_rel):
     """The interval of a run that is measured by parts lacks the error of the straight line through them."""
     return own_ci95_rel
+
+
+@planted(
+    partial_step,
+    "biased_half_width",
+    unit="words.test_partial_step.test_one_noisy_departure_counts_little_and_one_lucky_one_is_not_certain",
+)
+def lucky_line(right, bias, error):
+    """The departure from the straight line that one run has measured counts as exact, also one of 0 by luck."""
+    return right(bias, 0.0)
 
 
 @planted(standing, "_standing", unit="words.test_partial_step.test_no_screened_run_is_the_best")

@@ -518,9 +518,15 @@ def test_up_to_three_runs_measure_an_uncertain_departure():
 
 
 def test_the_first_runs_of_a_kind_are_priced_with_a_third_size():
-    """One where devices are not shared, up to three where they are; the others are priced by pairs."""
+    """One where devices are not shared, up to three where they are or where the departure proves uncertain; the others
+    are priced by pairs.
+    """
     shared = replace(PARTS, config=load_config([*IN_PARTS[1:], "measure.partial_steps=auto"]))
     twins = tuple(replace(RUNS[0], run_id=f"{n:016x}") for n in range(5))
+    uncertain = measured(SweepState(), twins[0], STEP_S, parts=True, departure=0.1, departure_error=0.2)
+    assert [r.has_third for r in with_measured_times(replace(PARTS, candidates=twins), uncertain).runs] == [
+        True, True, False, False, False,
+    ]  # fmt: skip
     for plan, num_third in ((PARTS, 1), (shared, 3)):
         priced = with_measured_times(replace(plan, candidates=twins), SweepState()).runs
         assert [run.has_third for run in priced] == [n < num_third for n in range(5)]
