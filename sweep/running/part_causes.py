@@ -172,7 +172,7 @@ def _heat(difference: Difference, program: Program) -> Evidence:
 
 
 def _late_rank(difference: Difference, program: Program) -> Evidence:
-    """A rank that started whole steps later than the others, which waited for it within their timed steps."""
+    """A rank that began the slower steps later than the others, which waited for it within their timed steps."""
     if not program.trains_itself:
         return POSSIBLE  # its steps hold the loading of data
     if program.num_ranks == 1:
