@@ -24,7 +24,7 @@ LINK_TOLERANCE = 0.15
 LOAD_TOLERANCE = 0.1
 """Difference up to which other programs used as large a share of a node's cores."""
 MIN_PAUSES, MIN_STARTS = 2, 2
-"""Fewest turns of parts with a pause that are evidence, and fewest starts with evidence that decide."""
+"""Fewest turns of parts with a pause that are evidence, and fewest starts whose own records show it that decide."""
 NO_LINE = "steps that are on no straight line"
 """The cause that no record excludes."""
 
@@ -54,6 +54,26 @@ class Difference:
         """Whether whole steps are slower than their parts said."""
         return self.ratio > 1
 
+    @property
+    def slow_starts(self) -> Sequence[RunResult]:
+        """The starts of the slower side."""
+        return (self.whole,) if self.is_whole_slower else self.parts
+
+    @property
+    def fast_starts(self) -> Sequence[RunResult]:
+        """The starts of the faster side."""
+        return self.parts if self.is_whole_slower else (self.whole,)
+
+    @property
+    def slow_name(self) -> str:
+        """What the slower side measured, as sentences name it."""
+        return "whole steps" if self.is_whole_slower else "parts"
+
+    @property
+    def fast_name(self) -> str:
+        """What the faster side measured, as sentences name it."""
+        return "parts" if self.is_whole_slower else "whole steps"
+
     def is_explained_by(self, factor: float) -> bool:
         """Whether a slower side that is slower by this factor explains LEAST_SHARE of the difference."""
         return factor > 0 and math.log(factor) >= LEAST_SHARE * abs(math.log(self.ratio))
@@ -74,6 +94,8 @@ class Evidence(NamedTuple):
 
     text: str | None = None
     """What was measured that points to it; None: nothing."""
+    shown_by: Sequence[RunResult] = ()
+    """The starts of the slower side whose records show it."""
     is_possible: bool = True
     """Whether the records leave it possible."""
 
@@ -102,16 +124,19 @@ def cause_text(differences: Sequence[Difference], program: Program) -> str:
 
 def _texts_with_evidence(evidence_by_cause: Mapping[str, Sequence[Evidence]]) -> Iterator[str]:
     """A clause for each cause with evidence; only for those that enough starts show, if there are any."""
-    texts_by_cause = {
-        cause: [evidence.text for evidence in of_starts if evidence.text]
-        for cause, of_starts in evidence_by_cause.items()
+    shown = {cause: [e for e in of_starts if e.text] for cause, of_starts in evidence_by_cause.items()}
+    # The same start by parts may stand beside several starts with whole steps.
+    num_starts = {
+        cause: len({id(start) for evidence in of_starts for start in evidence.shown_by})
+        for cause, of_starts in shown.items()
     }
-    decided = {cause: texts for cause, texts in texts_by_cause.items() if len(texts) >= MIN_STARTS}
-    for cause, texts in (decided or texts_by_cause).items():
-        num_starts = len(evidence_by_cause[cause])
-        starts_text = f"{len(texts)} of {num_starts} starts" if num_starts > 1 else "one start"
-        if texts:
-            yield f"{'' if decided else 'maybe '}{cause} ({starts_text}): {texts[0]}"
+    is_decided = max(num_starts.values()) >= MIN_STARTS
+    for cause, of_starts in shown.items():
+        if of_starts and (num_starts[cause] >= MIN_STARTS or not is_decided):
+            certainty = (
+                f"{cause} ({num_starts[cause]} starts)" if is_decided else f"maybe {cause} (one start)"
+            )
+            yield f"{certainty}: {of_starts[0].text}"
 
 
 def _finders(program: Program) -> dict[str, Callable[[Difference, Program], Evidence]]:
@@ -128,45 +153,42 @@ def _finders(program: Program) -> dict[str, Callable[[Difference, Program], Evid
 
 def _heat(difference: Difference, program: Program) -> Evidence:
     """Throttled GPUs, or a lower SM clock, on the slower side alone. CPU clocks are not recorded."""
-    part_clocks_hz = [hz for part in difference.parts if (hz := part.sm_clock_hz)]
-    part_reasons = [reason for part in difference.parts if (reason := part.throttled)]
-    whole_reasons = [reason for reason in [difference.whole.throttled] if reason]
-    is_slow_whole = difference.is_whole_slower
-    reasons, other_reasons = (whole_reasons, part_reasons) if is_slow_whole else (part_reasons, whole_reasons)
-    slow_name = "whole steps" if is_slow_whole else "parts"
-    if reasons and not other_reasons:
-        return Evidence(f"GPUs were throttled in the start with {slow_name}: {reasons[0]}")
-    whole_hz = difference.whole.sm_clock_hz
-    if not whole_hz or not part_clocks_hz:
+    slow, fast = difference.slow_starts, difference.fast_starts
+    throttled = [start for start in slow if start.throttled]
+    if throttled and not any(start.throttled for start in fast):
+        fact = f"GPUs were throttled in the start with {difference.slow_name}"
+        return Evidence(f"{fact}: {throttled[0].throttled}", throttled)
+    clocks_hz = [hz for start in fast if (hz := start.sm_clock_hz)]
+    slow_clocks = [(start, hz) for start in slow if (hz := start.sm_clock_hz)]
+    if not clocks_hz or not slow_clocks:
         return POSSIBLE
-    part_hz = median(part_clocks_hz)
-    slow_hz, fast_hz = (whole_hz, part_hz) if is_slow_whole else (part_hz, whole_hz)
-    if not difference.is_explained_by(fast_hz / slow_hz):
+    fast_hz = median(clocks_hz)
+    lower = [(start, hz) for start, hz in slow_clocks if difference.is_explained_by(fast_hz / hz)]
+    if not lower:
         return EXCLUDED
-    slow_text, fast_text = map(RESULT_COLUMNS["sm_clock_hz"].text, (slow_hz, fast_hz))
-    return Evidence(f"{slow_name} ran at a lower clock: {slow_text} of {fast_text}")
+    slow_text, fast_text = map(RESULT_COLUMNS["sm_clock_hz"].text, (lower[0][1], fast_hz))
+    fact = f"{difference.slow_name} ran at a lower clock: {slow_text} of {fast_text}"
+    return Evidence(fact, [start for start, _ in lower])
 
 
 def _late_rank(difference: Difference, program: Program) -> Evidence:
-    """A rank that started whole steps later than the others, which waited for it within their timed steps."""
+    """A rank that began the slower steps later than the others, which waited for it within their timed steps."""
     if not program.trains_itself:
         return POSSIBLE  # its steps hold the loading of data
     if program.num_ranks == 1:
         return EXCLUDED
-    part_lags = [lag for part in difference.parts if (lag := _rank_lag(part))]
-    whole_lag = _rank_lag(difference.whole)
-    if not whole_lag or not part_lags:
+    fast_lags = [lag for start in difference.fast_starts if (lag := _rank_lag(start))]
+    slow_lags = [(start, lag) for start in difference.slow_starts if (lag := _rank_lag(start))]
+    if not fast_lags or not slow_lags:
         return POSSIBLE
-    part_lag = median(part_lags)
-    slow, fast = (whole_lag, part_lag) if difference.is_whole_slower else (part_lag, whole_lag)
-    if not difference.is_explained_by(slow / fast):
+    late = [(start, lag) for start, lag in slow_lags if difference.is_explained_by(lag / median(fast_lags))]
+    if not late:
         return EXCLUDED
-    times_s = (difference.whole if difference.is_whole_slower else difference.parts[0]).rank_step_times_s
-    late, waiting = min(times_s, key=times_s.__getitem__), max(times_s, key=times_s.__getitem__)
-    fact = f"rank {late} was late between steps"
-    return Evidence(
-        f"{fact}: its own took {1 / slow:.2f} x the time of those of rank {waiting}, which waited"
-    )
+    start, lag = late[0]
+    times_s = start.rank_step_times_s
+    late_rank, waiting = min(times_s, key=times_s.__getitem__), max(times_s, key=times_s.__getitem__)
+    fact = f"rank {late_rank} was late between steps: its own took {1 / lag:.2f} x the time of those of rank {waiting}"
+    return Evidence(f"{fact}, which waited", [start for start, _ in late])
 
 
 def _rank_lag(result: RunResult) -> float | None:
@@ -179,17 +201,25 @@ def _pauses(difference: Difference, program: Program) -> Evidence:
     """Turns of parts with a pause, which their mean leaves out, while whole steps are long enough to hold them all."""
     if not difference.is_whole_slower:
         return EXCLUDED
-    turns_s = [part.step_times_s for part in difference.parts if len(part.step_times_s) >= MIN_SAMPLES]
-    if not turns_s:
+    starts = [part for part in difference.parts if len(part.step_times_s) >= MIN_SAMPLES]
+    if not starts:
         return POSSIBLE
-    times_s, regular_s = [*chain(*turns_s)], [*chain(*map(_without_pauses, turns_s))]
-    num_pauses = len(times_s) - len(regular_s)
-    if num_pauses < MIN_PAUSES:
+    regular_s = [_without_pauses(start.step_times_s) for start in starts]
+    num_turns, num_regular = sum(len(start.step_times_s) for start in starts), sum(map(len, regular_s))
+    if num_turns - num_regular < MIN_PAUSES:
         return EXCLUDED
     # A pause of one size moves the time by a turn as far as all pauses move whole steps, on average.
-    if not difference.is_explained_by(fmean(times_s) / fmean(regular_s)):
+    all_s = fmean(chain(*(start.step_times_s for start in starts)))
+    if not difference.is_explained_by(all_s / fmean(chain(*regular_s))):
         return POSSIBLE
-    return Evidence(f"{num_pauses} of {counted(len(times_s), 'turn')} of its parts had a pause")
+    shown_by = [
+        start
+        for start, times_s in zip(starts, regular_s, strict=True)
+        if len(times_s) < len(start.step_times_s)
+    ]
+    return Evidence(
+        f"{num_turns - num_regular} of {counted(num_turns, 'turn')} of its parts had a pause", shown_by
+    )
 
 
 def _without_pauses(times_s: Sequence[float]) -> list[float]:
@@ -207,30 +237,30 @@ def _slow_links(difference: Difference, program: Program) -> Evidence:
         return POSSIBLE
     sides = difference.whole_links, difference.part_links
     slow_links, fast_links = sides if difference.is_whole_slower else sides[::-1]
-    slow_name, fast_name = (
-        ("whole steps", "parts") if difference.is_whole_slower else ("parts", "whole steps")
-    )
     for column, slow in slow_links.items():
         fast = fast_links.get(column)
         if fast and fast > (1 + LINK_TOLERANCE) * slow and difference.is_explained_by(fast / slow):
-            fact = f"{column} before {slow_name} was {slow / fast:.2f} x that before {fast_name}"
-            return Evidence(f"{fact}, in the preflights of their jobs")
+            ratio_text = f"{slow / fast:.2f} x that before {difference.fast_name}"
+            fact = f"{column} before {difference.slow_name} was {ratio_text}, in the preflights of their jobs"
+            return Evidence(fact, difference.slow_starts[:1])
     return POSSIBLE
 
 
 def _other_load(difference: Difference, program: Program) -> Evidence:
     """Other programs that used more cores during the slower side. One start has one number for both."""
-    whole_load = difference.whole.foreign_load
     if difference.in_one_start:
-        is_alone = whole_load is not None and whole_load <= LOAD_TOLERANCE
-        return EXCLUDED if is_alone else POSSIBLE
-    part_loads = [load for part in difference.parts if (load := part.foreign_load) is not None]
-    if whole_load is None or not part_loads:
+        load = difference.whole.foreign_load
+        return EXCLUDED if load is not None and load <= LOAD_TOLERANCE else POSSIBLE
+    fast_loads = [load for start in difference.fast_starts if (load := start.foreign_load) is not None]
+    slow_loads = [
+        (start, load) for start in difference.slow_starts if (load := start.foreign_load) is not None
+    ]
+    if not fast_loads or not slow_loads:
         return POSSIBLE
-    loads = whole_load, median(part_loads)
-    slow_load, fast_load = loads if difference.is_whole_slower else loads[::-1]
-    if slow_load - fast_load <= LOAD_TOLERANCE:
+    fast_load = median(fast_loads)
+    loaded = [(start, load) for start, load in slow_loads if load - fast_load > LOAD_TOLERANCE]
+    if not loaded:
         return EXCLUDED
-    slow_name = "whole steps" if difference.is_whole_slower else "parts"
-    slow_text, fast_text = map(RESULT_COLUMNS["foreign_load"].text, (slow_load, fast_load))
-    return Evidence(f"they used {slow_text} of the cores of a node during {slow_name}, else {fast_text}")
+    slow_text, fast_text = map(RESULT_COLUMNS["foreign_load"].text, (loaded[0][1], fast_load))
+    fact = f"they used {slow_text} of the cores of a node during {difference.slow_name}, else {fast_text}"
+    return Evidence(fact, [start for start, _ in loaded])
