@@ -84,6 +84,16 @@ def lucky_screening(right, repeats):
 
 @planted(
     standing,
+    "failed_in_full",
+    unit="words.test_partial_step.test_a_run_whose_start_in_full_has_failed_stands_as_that_start_ended",
+)
+def failed_contender(right, ends):
+    """A run stays a contender although its start in full has failed, so that no other one takes its place."""
+    return False
+
+
+@planted(
+    standing,
     "_half_width",
     unit="words.test_partial_step.test_a_single_start_decides_only_beyond_what_starts_differ_in",
 )
