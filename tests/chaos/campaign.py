@@ -51,9 +51,9 @@ LONG = "launcher.allocation_minutes=0.8"
 EMBEDDED = ("sweep.gbs=4", "sweep.nodes=[1,2]", "sweep.zero_stage=[0]", "sweep.mbs=[1]", "measure.max_steps=60",
             "measure.target_ci95_rel=0.0001", "launcher.allocation_minutes=1", "measure.run_limit_s=300",
             "measure.start_deadline_s=120")  # fmt: skip
-IN_PARTS = ("sweep.gbs=48", "sweep.gas=null", "sweep.mbs=[2]", "sweep.tp=[1]", "sweep.seq_len=32",
+IN_PARTS = ("sweep.gbs=48", "sweep.gas=null", "sweep.mbs=[1,2]", "sweep.tp=[1]", "sweep.seq_len=32",
             "measure.partial_steps=auto", "measure.max_steps=20")  # fmt: skip
-"""Options of every second sweep of the embedded kernel: three of four runs are screened by parts of steps, one by few
+"""Options of every second sweep of the embedded kernel: seven of eight runs are screened by parts of steps, one by few
 whole steps, and the best of each number of nodes is started again in full."""
 
 
