@@ -26,7 +26,7 @@ PARTS := $(WAITING) $(COMPUTING)
 # The programs that tests start import the same modules, so their bytecode is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart gallery docs test unit env format slurm-test parity chaos mutations bench gpu-check gpu-wheels slurm-bench clean $(PARTS)
+.PHONY: quickstart gallery docs test unit env format slurm-test parity campaign chaos mutations bench gpu-check gpu-wheels slurm-bench clean $(PARTS)
 
 env: $(VENV)/installed
 
@@ -97,6 +97,10 @@ slurm-others: env
 # All parity tests; `make test` leaves out layouts whose traits other layouts have.
 parity: env
 	$(BIN)/pytest -m parity
+
+# The tests that `make test` leaves out.
+campaign: env
+	$(BIN)/pytest -m campaign
 
 slurm-test: env
 	$(BIN)/pytest -m slurm

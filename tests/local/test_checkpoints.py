@@ -29,6 +29,7 @@ int fsync(int file) {
 """Makes a file system on which a checkpoint is never written to its end."""
 
 
+@pytest.mark.campaign
 def test_a_save_that_hangs_is_given_up_and_the_next_start_removes_what_killed_runs_left(bench, monkeypatch):
     source, library = bench.folder / "slow.c", bench.folder / "slow.so"
     source.write_text(SLOW_FSYNC)

@@ -87,6 +87,7 @@ def test_an_acceptance_run_in_small(bench):
     assert "no sweep in" in bench.done("sweep", "status").stderr, "it is nobody's newest"
 
 
+@pytest.mark.campaign  # those of tests/slurm end one, too
 def test_ctrl_c_ends_an_acceptance_run(bench):
     doctor = bench.start("doctor", *HERE)
     bench.wait_for(lambda: [*bench.folder.glob("results/doctor-*/*/one/journal/agent-*.jsonl")])

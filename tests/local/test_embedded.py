@@ -51,6 +51,7 @@ def test_layouts_on_one_and_two_nodes_train_alike_and_are_measured(bench):
     assert "--- rank 0" in bench.run("sweep", "logs", run_id)
 
 
+@pytest.mark.campaign  # parity tests share experts, too
 def test_experts_train_alike_however_they_are_shared(bench):
     """Of sweep=moe two layouts with ZeRO-3; a run in which ep was ignored would be invalid."""
     sizes = axes(nodes=[1], tp=[1], zero_stage=[3], mbs=[4], ep=[1, 2])
@@ -78,6 +79,7 @@ def test_memory_that_runs_out_is_an_answer_and_the_next_run_goes_on(bench):
     assert {(r["cause"], r["confirmed"]) for r in rows if r["mbs"] == 256} == {("cpu_oom", True)}
 
 
+@pytest.mark.campaign  # parity tests probe links, too
 def test_a_sweep_measures_the_links_and_plot_draws_them(bench):
     """Those of two simulated nodes, and of the ranks of one."""
     steps = ("measure.max_steps=6", "measure.min_steps=6", "measure.warmup_steps=2", "measure.loss_step=3")

@@ -21,6 +21,7 @@ if os.environ["RANK"] == "0":
 """
 
 
+@pytest.mark.campaign
 def test_four_launchers_at_once_measure_one_allocation_after_another(bench):
     (bench.folder / "program.py").write_text(PROGRAM)
     command = "kernel.command=[python,program.py,{run_id}]".replace("{run_id}", "'{run_id}'")

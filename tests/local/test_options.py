@@ -74,6 +74,7 @@ def test_a_sweep_over_options_names_the_variant_of_the_winner_and_can_be_extende
     assert any("ALGO=Ring" in layout for layout in data["columns"]["layout"].get("distinct", ()))
 
 
+@pytest.mark.campaign
 def test_our_own_kernel_sees_variables_before_it_imports_torch(bench):
     (bench.folder / "site").mkdir()
     (bench.folder / "site" / "sitecustomize.py").write_text(MARK)

@@ -9,7 +9,7 @@ from ultrabench.kernel.check.parity import run_check
 
 pytestmark = pytest.mark.parity
 
-NUM_LAYOUTS, NUM_EVERY_RUN, SEED = 40, 8, 93
+NUM_LAYOUTS, NUM_EVERY_RUN, SEED = 40, 5, 93
 
 
 @pytest.fixture(scope="module")
