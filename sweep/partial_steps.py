@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ultrabench.layout import Layout
-from ultrabench.measure import PartialSteps
+from ultrabench.measure import Measure
 from ultrabench.partial_step import Slice
-from ultrabench.sweep.config.sweep_config import SweepConfig
+from ultrabench.run import RunSpec
 from ultrabench.sweep.refusals import schedule_refusals
 
 MIN_STEPS_RATIO = 3
@@ -18,34 +18,26 @@ MEMORY_TOLERANCE = 0.01
 alone, which all are on the device."""
 
 
-def partial_steps_of(config: SweepConfig) -> PartialSteps:
-    """The value of measure.partial_steps that a sweep is measured by.
+def whole_steps_reason(spec: RunSpec, measure: Measure, *, is_traced: bool = False) -> str | None:
+    """Why all whole steps of a run are measured, whatever its layout; None where its layout decides.
 
-    Where the setting is null, it is auto in an adaptive sweep of our own kernel whose runs can be measured by parts,
-    else off.
+    Args:
+        is_traced: whether steps are traced after the measured ones.
     """
-    if config.measure.partial_steps is not None:
-        return config.measure.partial_steps
-    is_auto = config.strategy == "adaptive" and config.kernel.trains_itself
-    return "auto" if is_auto and whole_steps_reason(config) is None else "off"
-
-
-def whole_steps_reason(config: SweepConfig) -> str | None:
-    """Why all whole steps of the runs of a sweep are measured, whatever their layouts; None where these decide."""
-    if not config.kernel.trains:
-        return f"kernel {config.kernel.name} trains nothing"
-    if config.measure.checkpoint:
+    if not spec.kernel.trains:
+        return f"kernel {spec.kernel.name} trains nothing"
+    if measure.checkpoint:
         return "measure.checkpoint=true, which saves during whole steps"
-    if config.trace:
+    if is_traced:
         return "trace=true, which shows a whole step"
     return None
 
 
-def slice_or_reason(layout: Layout, partial_steps: PartialSteps) -> Slice | str:
+def slice_or_reason(layout: Layout, measure: Measure) -> Slice | str:
     """The slice by which a layout is screened, or why no part of a step stands for it."""
-    if isinstance(partial_steps, str):
+    if isinstance(measure.partial_steps, str):
         return auto_slice(layout)
-    return listed_slice(layout, *partial_steps)
+    return listed_slice(layout, *measure.partial_steps)
 
 
 def auto_slice(layout: Layout) -> Slice | str:

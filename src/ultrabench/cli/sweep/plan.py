@@ -77,7 +77,6 @@ from ultrabench.sweep.extrapolation import (
     published_mfu,
     unproven,
 )
-from ultrabench.sweep.partial_steps import partial_steps_of
 from ultrabench.sweep.plan import Plan, planned_cells
 from ultrabench.sweep.plan_table import Row, write_plan
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM
@@ -372,18 +371,16 @@ def _auto_ep_lines(plan: Plan) -> Iterator[str]:
 
 def partial_step_lines(plan: Plan) -> Iterator[str]:
     """Lines about the runs that are screened by parts of steps, and why others are not."""
-    setting = partial_steps_of(plan.config)
+    setting = plan.config.measure.partial_steps
     if setting == "off":
         return
     num_parts = sum(run.slice is not None for run in plan.runs)
     setting_text = setting if isinstance(setting, str) else f"[{setting[0]},{setting[1]}]"
     fact = f"measure.partial_steps={setting_text}: {num_parts:,} of {counted(len(plan.runs), 'run')}"
-    verb = "is" if num_parts == 1 else "are"
-    yield f"{fact} {verb} screened by parts of steps; the best of each cell and those near it are measured in full, too"
+    yield f"{fact} are screened by parts of steps; the best of each cell and those near it are measured in full, too"
     if num_two_starts := sum(run.has_two_starts for run in plan.runs):
         kernel_text = f"kernel {plan.config.kernel.name} runs steps of one size"
-        verb = "starts" if num_two_starts == 1 else "start"
-        yield f"{num_two_starts:,} of them {verb} twice, once for each number of micro-batches: {kernel_text}"
+        yield f"{num_two_starts:,} of them start twice, once for each number of micro-batches: {kernel_text}"
     few_text = f"screened by {counted(plan.config.measure.few_steps.min_steps, 'whole step')}"
     if prices := [run.dear_two_starts for run in plan.runs if run.dear_two_starts]:
         nearest = min(prices, key=lambda price: price.two_starts_s / price.whole_s)
@@ -391,12 +388,9 @@ def partial_step_lines(plan: Plan) -> Iterator[str]:
     other_runs = (run for run in plan.runs if run.whole_reason and not run.dear_two_starts)
     num_by_reason = Counter((run.few_steps, run.whole_reason) for run in other_runs)
     for (few_steps, reason), count in num_by_reason.most_common(MAX_WHOLE_REASONS):
-        yield f"{count:,} {'is' if count == 1 else 'are'} {few_text if few_steps else 'measured in full'}: {reason}"
+        yield f"{count:,} are {few_text if few_steps else 'measured in full'}: {reason}"
     if num_others := sum(count for _, count in num_by_reason.most_common()[MAX_WHOLE_REASONS:]):
-        verb = "has" if num_others == 1 else "have"
-        yield f"{num_others:,} more {verb} no parts of steps; -o FILE.parquet names the reasons (whole_reason)"
-    if plan.config.measure.partial_steps is None:
-        yield "to measure every run in full, add measure.partial_steps=off"
+        yield f"{num_others:,} more have no parts of steps; -o FILE.parquet names the reasons (whole_reason)"
 
 
 def _extrapolation_lines(
