@@ -16,7 +16,6 @@ from ultrabench.store.jobs_seen import Origin
 from ultrabench.store.state import AttemptState, Nodes, SweepState, final_attempts
 from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.config.sweep_config import RetryPolicy, SweepConfig
-from ultrabench.sweep.partial_steps import partial_steps_of
 from ultrabench.sweep.plan import Plan, ReportProgress
 from ultrabench.sweep.predict.search import expected_runs, propose, reasons
 from ultrabench.sweep.running import outliers
@@ -225,7 +224,7 @@ def next_attempts(
         if key not in state.suspect_losses and {doubt.code for doubt in doubts} != {CONTRADICTED_PARTS}
     }
     blame = blame_of(state, config.retry)
-    reuses_parts = partial_steps_of(config) != "off"
+    reuses_parts = config.measure.partial_steps != "off"
     finder = _AttemptFinder(
         state, state.by_run(), config.retry, blame, launch, repeatable_suspects, reuses_parts
     )
@@ -314,8 +313,7 @@ def attempts_after(
         return []
     launch = Launch(old_attempts=frozenset(state.attempts) if old_attempts is None else old_attempts)
     blame = blame or blame_of(state, policy)
-    setting = state.config.get("measure", {}).get("partial_steps", "off")
-    reuses_parts = is_adaptive(state) if setting is None else setting != "off"
+    reuses_parts = state.config.get("measure", {}).get("partial_steps", "off") != "off"
     finder = _AttemptFinder(state, state.by_run(), policy, blame, launch, frozenset(), reuses_parts)
     return finder.todo_of(runs, range(state.config["repeats"]))
 

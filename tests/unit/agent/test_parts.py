@@ -12,7 +12,8 @@ from tests.unit.agent.test_outcome import progress_of
 from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.lead import Leader
 from ultrabench.agent.ranks.rank_progress import MeasuredPhase, RankProgress
-from ultrabench.partial_step import Slice
+from ultrabench.partial_step import Departure, Slice
+from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 
 MEASURE = measure(warmup_steps=2, min_steps=6, max_steps=8, loss_step=5, target_ci95_rel=0.05)
@@ -20,7 +21,7 @@ SLICE = Slice(g1=2, g2=4, third=6)
 GAS = 16
 TASK = replace(task("x.py", "cpu"), measure=MEASURE)
 SCREENED, IN_FULL = replace(TASK, slice=SLICE), replace(TASK, slice=SLICE, few_steps=True)
-KNOWN = 0.2
+KNOWN = Departure(value=0.2, error=0.0)
 """A departure that another run has measured."""
 
 
@@ -78,7 +79,10 @@ def test_a_run_by_parts_has_the_departure_of_its_third_size(curve, error):
 def test_a_run_without_a_third_size_has_the_departure_of_others_or_an_unknown_error():
     steps = parts((2, 4))
     known = result_of(steps, SCREENED.with_departure(KNOWN))
-    assert (known.departure, known.extrapolation_error_rel) == (None, pytest.approx(KNOWN * 0.12 / 0.26))
+    assert (known.departure, known.extrapolation_error_rel) == (
+        None,
+        pytest.approx(KNOWN.value * 0.12 / 0.26),
+    )
     unknown = result_of(steps, replace(SCREENED, slice=replace(SLICE, third=None)))
     assert (unknown.departure, unknown.extrapolation_error_rel, unknown.step_time_ci95_rel) == (None,) * 3
     assert (unknown.status, unknown.ci_reached) == ("ok", None)
@@ -131,8 +135,13 @@ def leader_after(*departures, task=SCREENED):
     identity = SimpleNamespace(job=None, owner_facts=lambda name: {})
     leader = Leader(SimpleNamespace(allocation=allocation, identity=identity), group=None, journal=None)
     leader._task_results = [
-        (replace(task, run_id=str(number)), RunResult(status=Status.OK, departure=departure))
-        for number, departure in enumerate(departures)
+        (
+            replace(task, run_id=str(number)),
+            RunResult(
+                status=Status.OK, departure=value and value.value, departure_error=value and value.error
+            ),
+        )
+        for number, value in enumerate(departures)
     ]
     return leader
 
@@ -154,7 +163,7 @@ def test_a_run_needs_no_third_size_after_one_of_its_kind_in_the_allocation():
 def test_the_ranks_of_a_node_measure_no_third_size_if_the_leader_knows_the_departure(one_node):  # noqa: F811
     node = one_node("here()")
     node.wait_for(1)
-    for departure, third in ((None, 6), (KNOWN, None)):
+    for departure, third in ((None, 6), (to_dict(KNOWN), None)):
         node.ask("[node.kill(), node.finish(False)] and 0")
         sizes = node.ask(f"slice_of_ranks(node, {departure!r})")
         assert (sizes["g1"], sizes["g2"], sizes.get("third"), sizes.get("departure")) == (
