@@ -99,6 +99,7 @@ def test_a_sweep_measures_the_links_and_plot_draws_them(bench):
     assert json.loads(bench.run("heatmap", "t", "--json")) == []
 
 
+@pytest.mark.campaign
 def test_both_stages_leave_a_trace_and_a_summary_after_the_measured_steps(bench):
     sizes = axes(nodes=1, tp=1, pp=2, mbs=1, gas=4, gbs=4, zero_stage=0)
     words = ["sweep", "launch", *QUICK, *sizes, "measure.min_steps=6", *AT_ONCE, "trace=true"]
