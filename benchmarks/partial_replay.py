@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, product
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 
 from replay import RACE_STEP_TIME_RATIO, RACED_STEPS, STARTUP_S, Replay, ReplayedRun, cells_of
 
@@ -27,7 +27,7 @@ from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.result import Status
 from ultrabench.run import RunSpec, Workload
-from ultrabench.standing import NEAR_BEST, Repeat, near_best, open_contenders, standings
+from ultrabench.standing import Repeat, near_best, open_contenders, standings
 from ultrabench.step_time import MIN_SAMPLES
 from ultrabench.sweep.candidate import FEW_STEPS_COST, PARTS_COST, Candidate
 from ultrabench.sweep.config.load import load_config
@@ -84,6 +84,8 @@ class SimulatedRun(ReplayedRun):
     """Whether few whole steps are measured."""
     few_noise: float = 0.0
     """Error of the first time by few whole steps, relative to `whole_s`."""
+    part_ci95_rel: float = 2 * TURNS_NOISE
+    """Half the 95 % interval of the time by parts, relative to it."""
 
     @property
     def is_partial(self) -> bool:
@@ -184,19 +186,19 @@ def search(
     else:
         while proposed := propose(runs, cell.tried()):
             make(proposed[0])
-    near = [run for run in cell.runs_made if (run.step_time_s or math.inf) <= NEAR_BEST * cell.best_s]
-    winner = confirmed_winner(near, confirm, bill, draw)
+    timed_runs = [run for run in cell.runs_made if run.step_time_s]
+    winner = confirmed_winner(timed_runs, confirm, bill, draw)
     best_s = min((run.whole_s for run in runs if run.step_time_s), default=math.inf)
     bill.regrets.append(winner.whole_s / best_s - 1 if winner else math.inf)
     return bill
 
 
 def confirmed_winner(
-    near: Sequence[SimulatedRun], confirm: int, bill: Bill, draw: random.Random
+    runs: Sequence[SimulatedRun], confirm: int, bill: Bill, draw: random.Random
 ) -> SimulatedRun | None:
-    """The best of the runs near the best, after the further starts of contenders, which are added to the bill."""
-    run_by_id = {run.run_id: run for run in near}
-    repeats_by_id = {run.run_id: [_repeat(run, run.step_time_s or 0.0)] for run in near}
+    """The best of the measured runs, after the further starts of contenders, which are added to the bill."""
+    run_by_id = {run.run_id: run for run in runs}
+    repeats_by_id = {run.run_id: [_repeat(run, run.step_time_s or 0.0)] for run in runs}
     while True:
         ranking = standings(chain.from_iterable(repeats_by_id.values())).get(CELL, [])
         starts = list[tuple[SimulatedRun, bool]]()
@@ -229,8 +231,8 @@ def _repeat(run: SimulatedRun, step_time_s: float, parts_s: float | None = None)
     """A measurement of a run; `parts_s` is its time by parts in a start with whole steps."""
     return Repeat(
         run_id=run.run_id, cell=CELL, status=Status.OK, rate=1 / step_time_s,
-        ci95_rel=FEW_INTERVAL if run.few else 2 * TURNS_NOISE,
-        partial=run.is_partial, screened=run.is_partial or run.few, parts_ci95_rel=2 * TURNS_NOISE,
+        ci95_rel=FEW_INTERVAL if run.few else run.part_ci95_rel if run.is_partial else 2 * TURNS_NOISE,
+        partial=run.is_partial, screened=run.is_partial or run.few, parts_ci95_rel=run.part_ci95_rel,
         parts_ratio=None if parts_s is None else parts_s / step_time_s,
     )  # fmt: skip
 
@@ -263,16 +265,22 @@ def simulated(
                 whole_noise=whole_noise, few_noise=few_noise, search_cost=run.search_cost,
                 step_time_s=None if oom else whole_s * max(0.05, 1 + error), measure=measure,
                 start_s=run.prediction.duration_s - priced_s, kind=run.spec.linearity_kind,
-                pair_share=pair_share, third_share=third_share,
+                pair_share=pair_share, third_share=third_share, part_ci95_rel=part_interval(errors),
             )
         )  # fmt: skip
     return simulated_runs
 
 
 def replayed(
-    case: Case, run: ReplayedRun, profile: Profile, measure: Measure, error: float, few_noise: float
+    case: Case,
+    run: ReplayedRun,
+    profile: Profile,
+    measure: Measure,
+    errors: Sequence[float],
+    draw: random.Random,
 ) -> SimulatedRun:
-    """A measured run of a table, whose parts have the predicted share of a step and this error."""
+    """A measured run of a table, whose parts have the predicted share of a step and one of these errors."""
+    error, few_noise = draw.choice(errors), _few_noise(draw)
     shares = shares_of(run.layout, lambda gas: _case_s(case, profile, gas))
     whole_s = run.step_time_s or run.prediction.step_time_s
     step_time_s = None if run.step_time_s is None else whole_s * max(0.05, 1 + error * (shares is not None))
@@ -282,8 +290,13 @@ def replayed(
         step_time_s=step_time_s, measure=measure, start_s=STARTUP_S, kind=case.run.spec.linearity_kind,
         few_noise=few_noise,
         search_cost=PARTS_COST if shares else 1.0,
-        pair_share=pair_share, third_share=third_share,
+        pair_share=pair_share, third_share=third_share, part_ci95_rel=part_interval(errors),
     )  # fmt: skip
+
+
+def part_interval(errors: Sequence[float]) -> float:
+    """Half the interval that holds 95 % of the errors of parts, as their own intervals do."""
+    return max(2 * TURNS_NOISE, quantiles(map(abs, errors), n=20, method="inclusive")[-1])
 
 
 def _few_noise(draw: random.Random) -> float:
@@ -313,10 +326,7 @@ def playbook_cells(
     cases, profile = open_cases([str(path)], None, Path("results"), say, warn)
     case_by_id = {case.run.spec.run_id: case for case in cases}
     for runs in cells_of(cases, profile).values():
-        yield [
-            replayed(case_by_id[r.run_id], r, profile, measure, draw.choice(errors), _few_noise(draw))
-            for r in runs
-        ]
+        yield [replayed(case_by_id[r.run_id], r, profile, measure, errors, draw) for r in runs]
 
 
 def bloom_cell(
@@ -361,6 +371,7 @@ def bloom_cell(
                 measure=measure, start_s=STARTUP_S, kind=spec.linearity_kind,
                 few_noise=_few_noise(draw),
                 search_cost=PARTS_COST if shares else 1.0, pair_share=pair_share, third_share=third_share,
+                part_ci95_rel=part_interval(errors),
             )
         )  # fmt: skip
     return runs

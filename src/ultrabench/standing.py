@@ -162,10 +162,22 @@ def standings(
 
 
 def near_best(standings_of_cell: Sequence[Standing], max_runs: int) -> list[Standing]:
-    """The best run of a cell and those near it, at most `max_runs`; empty where no run has won."""
+    """The best run of a cell and those near it, at most `max_runs`; empty where no run has won.
+
+    A run is near the best if that is at most NEAR_BEST times as fast. So is one that the joint interval of both does
+    not tell from it, if one of them was only screened: a rough number must not decide what is measured in full.
+    """
     competing = sorted((s for s in standings_of_cell if s.interval is not None), key=_value_key)
-    min_value = (competing[0].value or 0.0) / NEAR_BEST if competing else 0.0
-    return [standing for standing in competing if (standing.value or 0.0) >= min_value][:max_runs]
+    if not competing:
+        return []
+    best = competing[0]
+    return [standing for standing in competing if _is_near(standing, best)][:max_runs]
+
+
+def _is_near(standing: Standing, best: Standing) -> bool:
+    if (standing.value or 0.0) >= (best.value or 0.0) / NEAR_BEST:
+        return True
+    return (standing.screened or best.screened) and not _is_behind(standing, best)
 
 
 def failed_in_full(ends: Iterable[tuple[str | None, bool]]) -> bool:
@@ -201,14 +213,15 @@ def open_contenders(contenders: Sequence[Standing]) -> list[Standing]:
     best = min(full, key=_value_key, default=None)
     if best is None:
         return [*contenders]
+    return [standing for standing in contenders if standing.screened or not _is_behind(standing, best)]
 
-    def is_behind(standing: Standing) -> bool:
-        if standing.screened or not standing.value or not best.value:
-            return False
-        gap = abs(math.log(best.value / standing.value))
-        return gap > math.hypot(_half_width(best), _half_width(standing))
 
-    return [standing for standing in contenders if not is_behind(standing)]
+def _is_behind(standing: Standing, best: Standing) -> bool:
+    """Whether a run is behind the best one by more than the joint interval of both."""
+    if not standing.value or not best.value:
+        return False
+    gap = abs(math.log(best.value / standing.value))
+    return gap > math.hypot(_half_width(best), _half_width(standing))
 
 
 def _half_width(standing: Standing) -> float:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import pyarrow.parquet as pq
@@ -255,9 +256,9 @@ def test_whole_steps_that_no_agent_survives_do_not_keep_the_others_waiting():
 
 def test_one_failed_screening_does_not_keep_a_contender_from_its_start_in_full():
     plan = replace(PARTS, config=replace(PARTS.config, repeats=2))
-    state = all_by_parts()
-    for n, run in enumerate(RUNS):
-        measured(state, run, STEP_S + n, parts=True, repeat=1)
+    state = SweepState()
+    for (n, run), repeat in product(enumerate(RUNS), range(2)):
+        measured(state, run, STEP_S + n, parts=True, repeat=repeat)
     for status, words in (
         (Status.OOM, {"confirmed": True, "screened": True}), (Status.CRASH, {"screened": True}), (Status.LOST, {}),
     ):  # fmt: skip

@@ -294,6 +294,22 @@ def test_parts_of_other_starts_show_what_starts_differ_in():
     )
 
 
+def test_a_rough_number_by_parts_does_not_decide_who_is_measured_in_full():
+    """Runs whose joint interval holds their difference are contenders, until the best is known better."""
+    rough = Repeat("a", "cell", status=Status.OK, rate=100.0, ci95_rel=0.08, partial=True, screened=True)
+    slower = [rough._replace(run_id=str(rate), rate=rate) for rate in (90.0, 85.0, 80.0)]
+
+    def near(*repeats):
+        return [s.run_id for s in near_best(standings(repeats)["cell"], 4)]
+
+    assert near(rough, *slower) == ["a", "90.0"]
+    assert near(rough._replace(ci95_rel=0.15), *slower) == ["a", "90.0", "85.0"]
+    whole = [r._replace(partial=False, screened=False) for r in (rough, *slower)]
+    assert near(*whole) == ["a"], "whole steps decide at once"
+    assert near(whole[0]._replace(ci95_rel=0.0), *slower) == ["a"]
+    assert near(whole[0]._replace(ci95_rel=0.0, rate=97.0), *slower) == ["a", "90.0"]
+
+
 def test_a_single_start_decides_only_beyond_what_starts_differ_in():
     def open_ids(*rates, ci=0.0):
         repeats = (Repeat(str(rate), "cell", status=Status.OK, rate=rate, ci95_rel=ci) for rate in rates)
