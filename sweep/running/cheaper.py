@@ -109,6 +109,25 @@ def _with_measure(plan: Plan, measure: Measure) -> Plan:
     return replace(plan, config=replace(plan.config, measure=measure), candidates=(*runs, *others))
 
 
+def screened_by_parts(plan: Plan) -> Change | None:
+    """Parts of steps of each run, and whole steps of the fastest ones; None where runs are so anyway, or have no parts.
+
+    The parts are predicted anew, so a plan that takes long has none.
+    """
+    config, measure = plan.config, plan.config.measure
+    if measure.partial_steps != "off" or len(plan.candidates) >= MIN_PARALLEL_CANDIDATES:
+        return None
+    changed = replace(config, measure=replace(measure, partial_steps="auto"))
+    try:
+        new_plan = within_limit(make_plan(changed, core_flops_per_s=plan.core_flops_per_s, cores=plan.cores))
+    except ConfigError:  # no job is long enough for a start in full
+        return None
+    if not any(run.slice for run in new_plan.runs):
+        return None
+    loss = "the exact speed, losses and power of layouts that are not near the best, whose steps are extrapolated"
+    return Change(overrides=("measure.partial_steps=auto",), plan=new_plan, losses=(loss,))
+
+
 def on_fewer_nodes(plan: Plan) -> Change | None:
     """The sweep without its largest number of nodes; None where it has one alone, or chooses runs among all cells."""
     config, node_counts = plan.config, sorted({*plan.config.axes.nodes})
@@ -179,12 +198,13 @@ def savings(
     """
     if not price.jobs:
         return []
-    changes = [*SAME_QUESTION, on_fewer_nodes]
+    changes = [*SAME_QUESTION, screened_by_parts, on_fewer_nodes]
     changes += [] if state.launched else [with_smaller_batch]  # another batch is another sweep
     priced_changes = list[PricedChange]()
     for change_of in changes:
         if change := change_of(plan):
-            is_same_search = plan.config.strategy == "adaptive" and change_of is not with_smaller_batch
+            is_new_search = change_of in (with_smaller_batch, screened_by_parts)
+            is_same_search = plan.config.strategy == "adaptive" and not is_new_search
             new_price = price_of(
                 change.plan,
                 state,

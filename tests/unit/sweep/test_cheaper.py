@@ -33,8 +33,8 @@ NEW = SweepState()
 
 
 @pytest.mark.parametrize(
-    ("asked", "count"), [([], 6), (["sweep.strategy=adaptive", "repeats=2"], 5),
-        (["measure=quick", "sweep.gbs=[128,256]"], 4)]
+    ("asked", "count"), [([], 7), (["sweep.strategy=adaptive", "repeats=2"], 6),
+        (["measure=quick", "sweep.gbs=[128,256]"], 5), (["measure.partial_steps=auto"], 6)]
 )  # fmt: skip
 def test_a_saving_is_what_planning_with_its_overrides_says(asked, count):
     plan = make_plan(load_config([*GRID, *asked]))
