@@ -164,8 +164,9 @@ def standings(
 def near_best(standings_of_cell: Sequence[Standing], max_runs: int) -> list[Standing]:
     """The best run of a cell and those near it, at most `max_runs`; empty where no run has won.
 
-    A run is near the best if that is at most NEAR_BEST times as fast. So is one that the joint interval of both does
-    not tell from it, if one of them was only screened: a rough number must not decide what is measured in full.
+    A run is near the best if that is at most NEAR_BEST times as fast. If one of them was only screened, it is also near
+    within half the joint interval of both, about one standard error: a rough number must not decide what is measured
+    in full.
     """
     competing = sorted((s for s in standings_of_cell if s.interval is not None), key=_value_key)
     if not competing:
@@ -174,10 +175,15 @@ def near_best(standings_of_cell: Sequence[Standing], max_runs: int) -> list[Stan
     return [standing for standing in competing if _is_near(standing, best)][:max_runs]
 
 
+ROUGH_SHARE = 0.5
+"""A run that was only screened is near the best within this part of the joint interval. With all of it, searches by
+parts whose errors are those of busy cores confirm a third more and miss as much."""
+
+
 def _is_near(standing: Standing, best: Standing) -> bool:
     if (standing.value or 0.0) >= (best.value or 0.0) / NEAR_BEST:
         return True
-    return (standing.screened or best.screened) and not _is_behind(standing, best)
+    return (standing.screened or best.screened) and _gap(standing, best) <= ROUGH_SHARE
 
 
 def failed_in_full(ends: Iterable[tuple[str | None, bool]]) -> bool:
@@ -213,15 +219,14 @@ def open_contenders(contenders: Sequence[Standing]) -> list[Standing]:
     best = min(full, key=_value_key, default=None)
     if best is None:
         return [*contenders]
-    return [standing for standing in contenders if standing.screened or not _is_behind(standing, best)]
+    return [standing for standing in contenders if standing.screened or _gap(standing, best) <= 1]
 
 
-def _is_behind(standing: Standing, best: Standing) -> bool:
-    """Whether a run is behind the best one by more than the joint interval of both."""
+def _gap(standing: Standing, best: Standing) -> float:
+    """The difference of a run from the best one, in half-widths of the joint interval of both; 0 if it is unknown."""
     if not standing.value or not best.value:
-        return False
-    gap = abs(math.log(best.value / standing.value))
-    return gap > math.hypot(_half_width(best), _half_width(standing))
+        return 0.0
+    return abs(math.log(best.value / standing.value)) / math.hypot(_half_width(best), _half_width(standing))
 
 
 def _half_width(standing: Standing) -> float:
