@@ -39,9 +39,10 @@ PRUNED = "memory"
 """The rule of valid layouts that are not run, because they are predicted to run out of memory."""
 UNSELECTED = "max_runs"
 """The rule of layouts that are not run, because others were selected; they may fit."""
-PARTS_COST = 0.12
+PARTS_COST = 0.06
 """What a measurement by parts of steps costs beside one by whole steps, as the search weighs it. Turns take 5 to 25 %
-of a whole step; with this value the search ends within 2 % in 96 % of simulated cells (benchmarks/measured.md)."""
+of a whole step; with this value the search ends within 2 % in 95 % of simulated cells even if parts are as rough as on
+busy cores (benchmarks/measured.md)."""
 
 FEW_STEPS_COST = 0.24
 """What a measurement by few whole steps costs beside one by all: 8 of the 33 steps of `measure=default`."""
