@@ -40,7 +40,7 @@ from ultrabench.hardware import DEVICE_KINDS
 from ultrabench.log_patterns import OBSERVED_EVENT
 from ultrabench.node_health import Reading, examine, to_facts
 from ultrabench.oom_kills import num_oom_kills
-from ultrabench.partial_step import Departure, PartStart
+from ultrabench.partial_step import PART_FOLDER, Departure, PartStart
 from ultrabench.rank_report import CHECKPOINT_PHASE, Progress, read_progress
 from ultrabench.record import from_dict, to_dict
 from ultrabench.run import FILES_WORD, ProcessWords, Task, fill_in, fill_in_files
@@ -581,7 +581,7 @@ class Node:
         """Copies what is kept of a run; returns the names of files that are too large."""
         log_folder = self.folder.log_folder(self._task.key)
         if self._task.part_start:
-            log_folder /= f"gas{self._task.part_start.gas}"
+            log_folder /= f"{PART_FOLDER}{self._task.part_start.gas}"
         if keep_all:
             cleanup.copy_logs(self._run_folder, log_folder, int(self._task.measure.log_mib_per_rank * 2**20))
         elif self.identity.node_index == 0 and not self._task.probe:

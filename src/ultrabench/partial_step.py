@@ -154,6 +154,10 @@ class Slice:
         return self.sizes if turn % 2 == 0 else self.sizes[::-1]
 
 
+PART_FOLDER = "gas"
+"""How the folders of logs begin where a program starts twice; the number of micro-batches follows."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartStart:
     """One of the two starts of a program that runs steps of one size."""
@@ -369,13 +373,19 @@ def two_starts_times(
 ) -> PartTimes | None:
     """The steps of two starts as turns: the n-th measured steps of both are one turn; None before the first turn.
 
+    Accidents are left out of each start, since those of one say nothing about the steps of the other.
+
     Args:
         first_times_s: seconds of the measured steps of the start with g1 micro-batches.
         second_times_s: the same of the start with g2.
         gas: micro-batches of a whole step.
     """
     times_by_size = ((slice_.g1, first_times_s), (slice_.g2, second_times_s))
-    parts = ((n, size, seconds) for size, times_s in times_by_size for n, seconds in enumerate(times_s))
+    parts = (
+        (n, size, step[size])
+        for size, times_s in times_by_size
+        for n, step in enumerate(without_accidents([{size: seconds} for seconds in times_s], (size,)))
+    )
     return part_times(parts, gas)
 
 

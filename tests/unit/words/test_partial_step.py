@@ -18,6 +18,7 @@ from ultrabench.partial_step import (
     biased_half_width,
     departure,
     extrapolation_error_rel,
+    mean_turn,
     pooled,
     step_s,
     turns_ci95_rel,
@@ -335,6 +336,10 @@ def test_the_steps_of_two_starts_are_turns():
     assert (both.slice.text, both.departure, both.turns) == ("4,8", None, ({4: 5.0, 8: 7.0},) * 6)
     assert both.whole_step_times_s == pytest.approx([35.0] * 6)
     assert two_starts_times(PAIR, [5.0] * 7, [], GAS) is None
+    # An accident of the first start does not take a slow step from the second one.
+    first, second = [5.0] * 2 + [50.0] + [5.0] * 9, [7.0, 7.2] * 6
+    both = two_starts_times(PAIR, first, second, GAS)
+    assert mean_turn(both.turns, (4, 8)) == pytest.approx({4: 5.0, 8: (6 * 7.0 + 5 * 7.2) / 11})
 
 
 @pytest.mark.parametrize("pair", [Slice(g1=4, g2=8), Slice(g1=4, g2=12)])

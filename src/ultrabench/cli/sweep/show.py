@@ -26,6 +26,7 @@ from ultrabench.cli.tables import plain_text, print_json, say, show, style_of, t
 from ultrabench.column import FRACTION, SECONDS, memory_axis
 from ultrabench.errors import ConfigError, SweepFolderError, UltrabenchError
 from ultrabench.hardware import DEVICE_KINDS
+from ultrabench.partial_step import PART_FOLDER
 from ultrabench.rank_report import TRACE_PHASE
 from ultrabench.record import from_dict, to_dict
 from ultrabench.result import SLOWER
@@ -261,6 +262,13 @@ def show_logs(id_or_rank: str, follow: bool, sweep: str | None, results_dir: Pat
                 is_anew = offset > log_path.stat().st_size  # that of the second start of a program
                 log_file.seek(0 if is_anew else offset)
                 new_text = plain_text(log_file.read())
+                if (
+                    new_text
+                    and log_path not in offset_by_log
+                    and log_path.parent.name.startswith(PART_FOLDER)
+                ):
+                    gas = log_path.parent.name.removeprefix(PART_FOLDER)
+                    sys.stdout.write(f"--- start with {gas} micro-batches a step, {log_path.stem}\n")
                 sys.stdout.write(new_text)
                 is_silent = is_silent and not RANK_HEADING.sub("", new_text).strip()
                 offset_by_log[log_path] = log_file.tell()
