@@ -7,6 +7,7 @@ from itertools import chain, product
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 import ultrabench
 from ultrabench.analysis.results.environments import Environments
@@ -379,11 +380,11 @@ def caveats(table: pa.Table) -> list[str]:
 
 
 def screened_rows(table: pa.Table) -> list[str]:
-    """A line that counts the rows that only screened their runs."""
-    num_screened = len(table) - table["screened"].null_count
+    """A line that counts the ok rows that only screened their runs."""
+    screened = table.filter(pc.and_(pc.equal(table["status"], "ok"), pc.is_valid(table["screened"])))
+    num_screened, num_partial = len(screened), len(screened) - screened["measured_gas"].null_count
     if not num_screened:
         return []
-    num_partial = len(table) - table["measured_gas"].null_count
     counts = (num_partial, "by parts of steps"), (num_screened - num_partial, "by few whole steps")
     how_text = ", ".join(f"{count:,} {how}" for count, how in counts if count)
     fact = f"{num_screened:,} of {counted(len(table), 'row')} screened ({how_text})"

@@ -42,7 +42,7 @@ _LIST_KEY = rf"\+?(?:kernel\.command|sweep\.(?:nodes|models|{'|'.join(AXES[1:])}
 """Pattern of the keys whose values are lists."""
 _LIST_OR_VALUE = (
     rf"(?:{_LIST_KEY}|\+?sweep\.(?:{'|'.join(CELL_OPTIONS[:2])})"
-    rf"|kernel\.(?:precision|{'|'.join(KERNEL_OPTIONS)}))"
+    rf"|kernel\.(?:precision|{'|'.join(KERNEL_OPTIONS)})|measure\.partial_steps)"
 )
 """Pattern of the keys whose values are lists or single values."""
 

@@ -177,6 +177,7 @@ def test_every_option_of_every_group_says_what_it_is(group):
               ("hardware", "[cpu,h100x8]"))),
         (["repeats=1,2"], "a sweep has one repeats; run the command once for each: repeats=1, repeats=2"),
         (["sweep.gbs=8,16"], "sweep.gbs=8,16: a list needs brackets and commas; write sweep.gbs=[8,16]"),
+        (["measure.partial_steps=4,8"], "a list needs brackets and commas; write measure.partial_steps=[4,8]"),
         (["~hardware"], "a sweep always has a hardware; choose another with hardware=NAME"),
         (["launcher.partition=x"], "launcher.partition is not a setting of the chosen launcher; add launcher=slurm"),
         (["+kernel.env.OMP_NUM_THREADS='\"3\"'"], "kernel.env.OMP_NUM_THREADS: ultrabench sets it for each rank"),

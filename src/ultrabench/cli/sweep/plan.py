@@ -377,20 +377,27 @@ def partial_step_lines(plan: Plan) -> Iterator[str]:
     num_parts = sum(run.slice is not None for run in plan.runs)
     setting_text = setting if isinstance(setting, str) else f"[{setting[0]},{setting[1]}]"
     fact = f"measure.partial_steps={setting_text}: {num_parts:,} of {counted(len(plan.runs), 'run')}"
-    yield f"{fact} are screened by parts of steps; the best of each cell and those near it are measured in full, too"
+    full_text = "; the best of each cell and those near it are measured in full, too" if num_parts else ""
+    yield f"{fact} {_are(num_parts)} screened by parts of steps{full_text}"
     if num_two_starts := sum(run.has_two_starts for run in plan.runs):
         kernel_text = f"kernel {plan.config.kernel.name} runs steps of one size"
-        yield f"{num_two_starts:,} of them start twice, once for each number of micro-batches: {kernel_text}"
+        starts_text = f"{num_two_starts:,} of them start" if num_two_starts > 1 else "1 of them starts"
+        yield f"{starts_text} twice, once for each number of micro-batches: {kernel_text}"
     few_text = f"screened by {counted(plan.config.measure.few_steps.min_steps, 'whole step')}"
     if prices := [run.dear_two_starts for run in plan.runs if run.dear_two_starts]:
         nearest = min(prices, key=lambda price: price.two_starts_s / price.whole_s)
-        yield f"{len(prices):,} are measured in full, since two starts would take no less; the nearest: {nearest.text}"
+        full_text = f"{len(prices):,} {_are(len(prices))} measured in full"
+        yield f"{full_text}, since two starts would take no less; the nearest: {nearest.text}"
     other_runs = (run for run in plan.runs if run.whole_reason and not run.dear_two_starts)
     num_by_reason = Counter((run.few_steps, run.whole_reason) for run in other_runs)
     for (few_steps, reason), count in num_by_reason.most_common(MAX_WHOLE_REASONS):
-        yield f"{count:,} are {few_text if few_steps else 'measured in full'}: {reason}"
+        yield f"{count:,} {_are(count)} {few_text if few_steps else 'measured in full'}: {reason}"
     if num_others := sum(count for _, count in num_by_reason.most_common()[MAX_WHOLE_REASONS:]):
         yield f"{num_others:,} more have no parts of steps; -o FILE.parquet names the reasons (whole_reason)"
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
 
 
 def _extrapolation_lines(
