@@ -629,7 +629,8 @@ def test_a_plan_says_what_is_measured_by_parts_and_why_others_are_not():
     assert first.startswith(
         f"measure.partial_steps=auto: {num_parts} of {len(mixed.runs)} runs are screened by parts"
     )
-    assert reasons == [f"{num_small} are screened by 6 whole steps: gas=8 is less than 3 * 4 micro-batches"]
+    assert num_small == 1
+    assert reasons == ["1 is screened by 6 whole steps: gas=8 is less than 3 * 4 micro-batches"]
     assert {run.is_screened for run in mixed.runs} == {True}
     assert [*partial_step_lines(make_plan(load_config(IN_PARTS)))] == []
     for setting, reason in (
