@@ -296,7 +296,7 @@ def every_run(*groups: tuple[list[str], int]) -> Callable[..., Any]:
     return pytest.mark.parametrize("case", parameters)
 
 
-@every_run((LAYOUTS, 2), (EXPERTS, 1), (LATENTS, 0), (PARTS, 1), (FP8, 1))
+@every_run((LAYOUTS + EXPERTS, 2), (LATENTS, 0), (PARTS, 1), (FP8, 1))
 def test_layout_equals_one_process(server, case):
     """Losses of all steps, gradients of the first, parameters after the last; one graph for each kind of layer."""
     spec = spec_of(case)
