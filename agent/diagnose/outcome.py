@@ -177,7 +177,7 @@ def of_both_starts(first: RunResult, second: RunResult, task: Task) -> RunResult
     The second one has the times of whole steps, by the steps of both, and the memory of the larger steps.
     """
     assert task.slice is not None
-    weight = (task.spec.layout.gas - task.slice.g2) / (task.slice.g2 - task.slice.g1)
+    weight = task.slice.steps_beyond(task.spec.layout.gas)
     foreign_loads = [r.foreign_load for r in (first, second) if r.foreign_load is not None]
     init_times_s = [r.init_time_s for r in (first, second) if r.init_time_s is not None]
     arrival_error_s = (1 + weight) * second.arrival_error_s + weight * first.arrival_error_s

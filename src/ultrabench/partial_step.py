@@ -20,7 +20,7 @@ from statistics import NormalDist, fmean, median, quantiles, stdev
 from typing import NamedTuple
 
 from ultrabench.errors import ConfigError
-from ultrabench.step_time import MIN_SAMPLES, START_SD, t_quantile, with_error
+from ultrabench.step_time import MIN_SAMPLES, START_SD, TWO_SIDED, t_quantile, with_error
 
 Turn = Mapping[int, float]
 """Number of micro-batches of a step -> its seconds, for the steps of one turn."""
@@ -33,7 +33,7 @@ DEPARTURE_SD = 0.05
 """Standard deviation of the departures that kinds of runs are expected to have. By whole steps beside parts, those of
 layouts on CPUs differed by 0 to 3 % beyond their noise (docs/design/prediction.md); GPUs were not measured."""
 _NORMAL = NormalDist()
-_TWO_SIDED, _ONE_SIDED = _NORMAL.inv_cdf(0.975), _NORMAL.inv_cdf(0.95)
+_ONE_SIDED = _NORMAL.inv_cdf(0.95)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Departure:
         """Whether no further run needs to measure it: it widens no interval by much more than this half-width, or as
         many runs have measured it as may.
         """
-        return self.num_runs >= MAX_DEPARTURES or _TWO_SIDED * self.error <= target_ci95_rel
+        return self.num_runs >= MAX_DEPARTURES or TWO_SIDED * self.error <= target_ci95_rel
 
     @property
     def expected(self) -> "Departure":
@@ -71,15 +71,15 @@ def pooled(departures: Iterable[Departure | None]) -> Departure | None:
     variance between runs is added to that of each (DerSimonian and Laird, doi:10.1016/0197-2456(86)90046-2) and to that
     of the result, since the run that it is for may differ as much from their mean.
     """
-    known = [departure for departure in departures if departure is not None]
-    if len(known) <= 1:
-        return known[0] if known else None
-    between_runs = variance_between(known)
-    weights = [1 / (between_runs + _variance(departure)) for departure in known]
+    measured = [departure for departure in departures if departure is not None]
+    if len(measured) <= 1:
+        return measured[0] if measured else None
+    between_runs = variance_between(measured)
+    weights = [1 / (between_runs + _variance(departure)) for departure in measured]
     return Departure(
-        value=_mean([departure.value for departure in known], weights),
+        value=_mean([departure.value for departure in measured], weights),
         error=math.sqrt(between_runs + 1 / sum(weights)),
-        num_runs=sum(departure.num_runs for departure in known),
+        num_runs=sum(departure.num_runs for departure in measured),
     )
 
 
@@ -141,6 +141,11 @@ class Slice:
     def text(self) -> str:
         """The slice as results show it, such as `4,8`."""
         return f"{self.g1},{self.g2}"
+
+    def steps_beyond(self, gas: int) -> float:
+        """How many times g2 - g1 micro-batches are added to g2 for a step of `gas`: the line adds as many times the
+        difference of both times, and their errors."""
+        return (gas - self.g2) / (self.g2 - self.g1)
 
     def with_departure(self, departure: Departure | None, target_ci95_rel: float) -> "Slice":
         """The slice with the departure of other runs; without a third size if that is certain enough."""
@@ -242,8 +247,8 @@ def turns_ci95_rel(slice_: Slice, turns: Sequence[Turn], gas: int) -> float | No
     regular_turns = without_accidents(turns, slice_.pair)
     if len(turns) < MIN_SAMPLES:
         return None
-    later_share = (gas - slice_.g2) / (slice_.g2 - slice_.g1)
-    times_s = [turn[slice_.g2] + later_share * (turn[slice_.g2] - turn[slice_.g1]) for turn in regular_turns]
+    weight = slice_.steps_beyond(gas)
+    times_s = [turn[slice_.g2] + weight * (turn[slice_.g2] - turn[slice_.g1]) for turn in regular_turns]
     return _mean_half_width(times_s) / step_s(slice_, mean_turn(turns, slice_.pair), gas)
 
 
@@ -276,7 +281,7 @@ def departure(slice_: Slice, turns: Sequence[Turn]) -> Departure | None:
     half_width = _mean_half_width(
         [(later_s - ratio * first_s) / first_slope_s for first_s, later_s in slopes_of_turns]
     )
-    return Departure(value=ratio - 1, error=half_width / _TWO_SIDED)
+    return Departure(value=ratio - 1, error=half_width / TWO_SIDED)
 
 
 def _slopes_s(slice_: Slice, turn: Turn) -> tuple[float, float]:
@@ -302,7 +307,7 @@ def extrapolation_error_rel(
     whole_s = step_s(slice_, line, gas)
     later_share = max(0.0, whole_s - line[slice_.g2]) / whole_s
     turns_half_width, expected = turns_ci95_rel(slice_, turns, gas) or 0.0, departure.expected
-    error = math.hypot(turns_half_width / _TWO_SIDED, later_share * expected.error)
+    error = math.hypot(turns_half_width / TWO_SIDED, later_share * expected.error)
     half_width = biased_half_width(later_share * expected.value, error)
     return math.sqrt(max(0.0, half_width**2 - turns_half_width**2))
 
@@ -312,7 +317,7 @@ def biased_half_width(bias: float, error: float) -> float:
     if error <= 0:
         return abs(bias)
     ratio = abs(bias) / error
-    low, high = ratio + _ONE_SIDED, ratio + _TWO_SIDED
+    low, high = ratio + _ONE_SIDED, ratio + TWO_SIDED
     for _ in range(30):
         middle = (low + high) / 2
         is_enough = _NORMAL.cdf(middle - ratio) - _NORMAL.cdf(-middle - ratio) >= 0.95
@@ -345,7 +350,7 @@ def two_starts_error_rel(slice_: Slice, turns: Sequence[Turn], gas: int) -> floa
     `e sqrt((1+w)^2 T(g2)^2 + w^2 T(g1)^2)` seconds, w = (gas-g2)/(g2-g1).
     """
     turn = mean_turn(turns, slice_.pair)
-    weight = (gas - slice_.g2) / (slice_.g2 - slice_.g1)
+    weight = slice_.steps_beyond(gas)
     error_s = 2 * START_SD * math.hypot((1 + weight) * turn[slice_.g2], weight * turn[slice_.g1])
     return error_s / step_s(slice_, turn, gas)
 

@@ -11,7 +11,8 @@ MIN_SAMPLES = 6
 START_SD = 0.01
 """Standard deviation of the speed of a run between its starts, relative to it, as long as few starts have shown it."""
 
-_TWO_SIDED = NormalDist().inv_cdf(0.975)
+TWO_SIDED = NormalDist().inv_cdf(0.975)
+"""Standard deviations from the mean within which 95 % of a normal distribution lie."""
 
 
 @functools.cache  # most runs measure as many steps, and a rank takes longer than all else here
@@ -44,7 +45,7 @@ def t_quantile(dof: int) -> float:
 
     It is the expansion around the quantile of the normal distribution (Abramowitz and Stegun, 26.7.5).
     """
-    z = _TWO_SIDED
+    z = TWO_SIDED
     terms = (
         (z**3 + z) / 4,
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,

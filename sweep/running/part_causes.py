@@ -47,7 +47,7 @@ class Difference:
     whole_links: Mapping[str, float] = field(default_factory=dict)
     """Column -> bandwidth of the links in the preflight before the whole steps; empty where it is unknown."""
     part_links: Mapping[str, float] = field(default_factory=dict)
-    """The same before the parts."""
+    """Column -> bandwidth of the links in the preflight before the parts; empty where it is unknown."""
 
     @property
     def is_whole_slower(self) -> bool:

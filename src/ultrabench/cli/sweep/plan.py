@@ -417,7 +417,7 @@ def _extrapolation_lines(
         extrapolation_text = f"extrapolated beyond the values that profile {profile.name} was fitted to"
         yield (
             f"{num_extrapolated:,} of {counted(len(runs), 'run')} "
-            f"{'is' if num_extrapolated == 1 else 'are'} {extrapolation_text} (in brackets), "
+            f"{_are(num_extrapolated)} {extrapolation_text} (in brackets), "
             f"with wider intervals: {'; '.join(unmeasured_features)}"
         )
     yield from (
