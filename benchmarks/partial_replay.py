@@ -31,7 +31,7 @@ from ultrabench.standing import Repeat, near_best, open_contenders, standings
 from ultrabench.step_time import MIN_SAMPLES
 from ultrabench.sweep.candidate import FEW_STEPS_COST, PARTS_COST, Candidate
 from ultrabench.sweep.config.load import load_config
-from ultrabench.sweep.partial_steps import auto_slice
+from ultrabench.sweep.partial_steps import WholeSteps, auto_slice
 from ultrabench.sweep.plan import Plan, make_plan, predictor
 from ultrabench.sweep.predict.profile import Profile
 from ultrabench.sweep.predict.search import TriedRuns, beliefs_of, propose
@@ -307,7 +307,7 @@ def _few_noise(draw: random.Random) -> float:
 def shares_of(layout: Layout, seconds_of: Callable[[int], float]) -> tuple[float, float] | None:
     """The share of g1 and g2 in a whole step, and that of the third size; None where whole steps are measured."""
     slice_ = auto_slice(layout)
-    if isinstance(slice_, str):
+    if isinstance(slice_, WholeSteps):
         return None
     whole_s, sizes_s = seconds_of(layout.gas), [seconds_of(size) for size in slice_.sizes]
     return sum(sizes_s[:2]) / whole_s, sum(sizes_s[2:]) / whole_s

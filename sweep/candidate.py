@@ -11,9 +11,10 @@ from ultrabench.layout import Layout
 from ultrabench.measure import Measure
 from ultrabench.model_flops import ModelFlops, model_flops
 from ultrabench.model_shape import ModelShape
-from ultrabench.partial_step import Slice, only_screens
+from ultrabench.partial_step import Slice, only_screens, screening_text
 from ultrabench.result import RunResult
 from ultrabench.run import RunSpec
+from ultrabench.sweep.partial_steps import WholeSteps
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM, LIKELY_OOM, Prediction
 from ultrabench.variant import CELL_OPTIONS, Runtime, runtime_of
 
@@ -88,7 +89,7 @@ class Candidate:
     """The parts of a step by which the run is measured; None: whole steps are measured."""
     few_steps: bool = False
     """Whether few whole steps are measured: alone where no part stands for the run, before parts to confirm them."""
-    whole_reason: str | None = None
+    whole_steps: WholeSteps | None = None
     """Why whole steps are measured although measure.partial_steps asks for parts; None where it does not, and where
     parts are measured."""
     turn_share: float = 1.0
@@ -180,6 +181,15 @@ class Candidate:
         return only_screens(self.slice, self.few_steps)
 
     @property
+    def screening_text(self) -> str | None:
+        """What is measured first to screen the run, such as `parts of 4,8 micro-batches, in two starts`; None where the
+        run is measured in full at once."""
+        if not self.is_screened:
+            return None
+        starts_text = ", in two starts" if self.has_two_starts else ""
+        return screening_text(self.slice.text if self.slice else None) + starts_text
+
+    @property
     def has_whole_steps(self) -> bool:
         """Whether whole steps are measured, alone or before parts."""
         return self.slice is None or self.few_steps
@@ -256,7 +266,7 @@ class Candidate:
         )
         if price.two_starts_s < price.whole_s:
             return self
-        return replace(whole, dear_two_starts=price, whole_reason=price.text)
+        return replace(whole, dear_two_starts=price, whole_steps=WholeSteps("two_starts", price.text))
 
     def after_full(self, measure: Measure) -> "Candidate":
         """The run as its other starts measure it, beside one in full: screened as before, since the start in full has

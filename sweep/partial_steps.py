@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from ultrabench.layout import Layout
 from ultrabench.measure import Measure
@@ -13,59 +14,72 @@ MIN_STEPS_RATIO = 3
 """With auto, a step has at least this many times as many micro-batches as g2, also as a wider slice has it; fewer
 would save little."""
 
+FEW_MICROBATCHES = "few_microbatches"
+"""The rule of `WholeSteps` for steps of too few micro-batches."""
+
 MEMORY_TOLERANCE = 0.01
 """Relative difference of the predicted peaks up to which parts need as much memory as whole steps: tokens of the batch
 alone, which all are on the device."""
 
 
-def whole_steps_reason(spec: RunSpec, measure: Measure, *, is_traced: bool = False) -> str | None:
+class WholeSteps(NamedTuple):
+    """Why whole steps of a run are measured although measure.partial_steps asks for parts."""
+
+    rule: str
+    """What runs that are measured whole for the same reason have in common, such as `few_microbatches`."""
+    reason: str
+    """The rule with the numbers of this run."""
+
+
+def whole_steps_of_any_layout(spec: RunSpec, measure: Measure, *, is_traced: bool = False) -> WholeSteps | None:
     """Why all whole steps of a run are measured, whatever its layout; None where its layout decides.
 
     Args:
         is_traced: whether steps are traced after the measured ones.
     """
     if not spec.kernel.trains:
-        return f"kernel {spec.kernel.name} trains nothing"
+        return WholeSteps("kernel", f"kernel {spec.kernel.name} trains nothing")
     if measure.checkpoint:
-        return "measure.checkpoint=true, which saves during whole steps"
+        return WholeSteps("checkpoint", "measure.checkpoint=true, which saves during whole steps")
     if is_traced:
-        return "trace=true, which shows a whole step"
+        return WholeSteps("trace", "trace=true, which shows a whole step")
     return None
 
 
-def slice_or_reason(layout: Layout, measure: Measure) -> Slice | str:
+def slice_of(layout: Layout, measure: Measure) -> Slice | WholeSteps:
     """The slice by which a layout is screened, or why no part of a step stands for it."""
     if isinstance(measure.partial_steps, str):
         return auto_slice(layout)
     return listed_slice(layout, *measure.partial_steps)
 
 
-def auto_slice(layout: Layout) -> Slice | str:
+def auto_slice(layout: Layout) -> Slice | WholeSteps:
     """The slice that `auto` chooses for a layout, or why it is measured whole.
 
     g1 is the least number of micro-batches from which on the time of a step is a straight line, and g2 twice that, or
     three times that after an interval that misses its target.
     """
     if layout.pp_schedule == "afab":
-        return "afab keeps all micro-batches in memory"
+        return WholeSteps("afab", "afab keeps all micro-batches in memory")
     g1 = linear_from(layout)
     g2, third = 2 * g1, 3 * g1
     if layout.gas < MIN_STEPS_RATIO * g2:
-        return f"gas={layout.gas} is less than {MIN_STEPS_RATIO} * {g2} micro-batches"
-    reason = next((why for size in (g1, g2, third) if (why := size_refusal(layout, size))), None)
+        fact = f"gas={layout.gas} is less than {MIN_STEPS_RATIO} * {g2} micro-batches"
+        return WholeSteps(FEW_MICROBATCHES, fact)
+    refusal = next((reason for size in (g1, g2, third) if (reason := size_refusal(layout, size))), None)
     can_widen = layout.gas >= MIN_STEPS_RATIO * third
-    return reason or Slice(g1=g1, g2=g2, third=third, wider=third if can_widen else None)
+    return refusal or Slice(g1=g1, g2=g2, third=third, wider=third if can_widen else None)
 
 
-def listed_slice(layout: Layout, g1: int, g2: int) -> Slice | str:
+def listed_slice(layout: Layout, g1: int, g2: int) -> Slice | WholeSteps:
     """The slice of two listed sizes for a layout, or why it is measured whole.
 
     The third size is as far from g2 as g2 is from g1, but at most gas; a layout that runs g1 and g2 runs it, too.
     """
     if g2 >= layout.gas:
-        return f"gas={layout.gas} is not more than g2={g2}"
-    if reason := size_refusal(layout, g1) or size_refusal(layout, g2):
-        return reason
+        return WholeSteps(FEW_MICROBATCHES, f"gas={layout.gas} is not more than g2={g2}")
+    if refusal := size_refusal(layout, g1) or size_refusal(layout, g2):
+        return refusal
     return Slice(g1=g1, g2=g2, third=min(2 * g2 - g1, layout.gas))
 
 
@@ -94,9 +108,10 @@ def round_size(layout: Layout) -> int:
     return layout.gas // max(1, layout.gas // layout.pp)
 
 
-def size_refusal(layout: Layout, size: int) -> str | None:
+def size_refusal(layout: Layout, size: int) -> WholeSteps | None:
     """Why a step of `size` micro-batches says nothing about one of the layout; None if it does."""
-    return next(_size_refusals(layout, size), None)
+    reason = next(_size_refusals(layout, size), None)
+    return WholeSteps("schedule", reason) if reason else None
 
 
 def _size_refusals(layout: Layout, size: int) -> Iterator[str]:

@@ -35,9 +35,10 @@ from ultrabench.sweep.config.sweep_config import WEAK, Axes, ListedLayout, Sweep
 from ultrabench.sweep.grid import broken_rules, layouts, require_countable, why_none, without_candidates
 from ultrabench.sweep.partial_steps import (
     MEMORY_TOLERANCE,
+    WholeSteps,
     by_two_starts,
-    slice_or_reason,
-    whole_steps_reason,
+    slice_of,
+    whole_steps_of_any_layout,
 )
 from ultrabench.sweep.predict.memory import memory_constants
 from ultrabench.sweep.predict.network import network
@@ -440,15 +441,15 @@ class CellPlan:
         measure = self.config.measure
         if measure.partial_steps == "off":
             return run
-        if reason := whole_steps_reason(run.spec, measure, is_traced=self.config.trace):
-            return replace(run, whole_reason=reason)
-        slice_ = slice_or_reason(run.layout, measure)
+        if whole_steps := whole_steps_of_any_layout(run.spec, measure, is_traced=self.config.trace):
+            return replace(run, whole_steps=whole_steps)
+        slice_ = slice_of(run.layout, measure)
         if isinstance(slice_, Slice) and not run.spec.kernel.trains_itself:
             slice_ = by_two_starts(slice_)
             slice_ = self._unable_to_start(run, slice_) or slice_
-        if isinstance(slice_, str):
+        if isinstance(slice_, WholeSteps):
             few_steps = run.spec.kernel.trains_itself
-            return run.measured_by(measure, few_steps=few_steps, whole_reason=slice_)
+            return run.measured_by(measure, few_steps=few_steps, whole_steps=slice_)
         part_by_size = {size: self.predictor.predict(run.spec.with_gas(size)) for size in slice_.sizes}
         prediction = run.prediction
         turn_s = sum(part.step_time_s for part in part_by_size.values())
@@ -463,7 +464,7 @@ class CellPlan:
         )
         return in_parts.unless_dearer(measure)
 
-    def _unable_to_start(self, run: Candidate, slice_: Slice) -> str | None:
+    def _unable_to_start(self, run: Candidate, slice_: Slice) -> WholeSteps | None:
         """Why a program cannot be started with steps of the sizes of a slice; None if it can."""
         key, measure = AttemptKey(run.run_id, 0, 0), self.config.measure
 
@@ -475,9 +476,10 @@ class CellPlan:
             part = run.spec.with_gas(size)
             refusals = (reason for rule, reason in rejections(self.config, part) if rule != GAS_NOT_LISTED)
             if reason := next(refusals, None):
-                return f"with gas={size}: {reason}"
+                return WholeSteps("program", f"with gas={size}: {reason}")
             if texts_of(part) == whole_texts:
-                return f"the command and the files of kernel {run.spec.kernel.name} are the same with other gas and gbs"
+                command_text = f"the command and the files of kernel {run.spec.kernel.name}"
+                return WholeSteps("command", f"{command_text} are the same with other gas and gbs")
         return None
 
 

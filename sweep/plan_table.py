@@ -26,6 +26,7 @@ from ultrabench.store.state import SweepState
 from ultrabench.store.sweep_json import SweepJson
 from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.config.sweep_config import SweepConfig
+from ultrabench.sweep.partial_steps import WholeSteps
 from ultrabench.sweep.plan import kernel_of
 from ultrabench.sweep.predict.predict import PREDICTION_COLUMNS, Prediction
 from ultrabench.variant import Value
@@ -35,9 +36,9 @@ Row = dict[str, Any]
 Warn = Callable[[str], None]
 _COLUMN_BY_FIELD = {field: column.name for field, column in PREDICTION_COLUMNS.items()}
 """Field of a prediction -> its column, which is null where a structural rule rejects the layout."""
-SLICE_COLUMNS = ("slice", "whole_reason")
-"""Columns of a plan whose runs are screened: by which parts or how few whole steps, as JSON, and why no parts are
-measured. Other plans lack them."""
+SLICE_COLUMNS = ("slice", "whole_rule", "whole_reason")
+"""Columns of a plan whose runs are screened: by which parts or how few whole steps, as JSON, and the rule and the reason
+why no parts are measured. Other plans lack them."""
 RUN_COLUMNS = [
     "decision", "run_id", "model", "nodes", "gpus_per_node", "seq_len", "gbs", "precision", "variant", *AXES,
     *_COLUMN_BY_FIELD.values(), *SLICE_COLUMNS,
@@ -82,7 +83,8 @@ def _slice_columns(candidate: Candidate) -> Row:
         how = candidate.turn_share, candidate.few_steps, candidate.second_start_s
         planned = _PlannedSlice(candidate.slice, *how)
         text = msgspec.json.encode(planned).decode()
-    return dict(zip(SLICE_COLUMNS, (text, candidate.whole_reason), strict=True))
+    rule_and_reason = candidate.whole_steps or (None, None)
+    return dict(zip(SLICE_COLUMNS, (text, *rule_and_reason), strict=True))
 
 
 @functools.lru_cache(maxsize=256)  # many runs have equal ones
@@ -105,7 +107,7 @@ def _decision(candidate: Candidate) -> str:
 def plan_table(candidates: Iterable[Candidate]) -> pa.Table:
     """The candidates as a table, in the order given."""
     candidates = [*candidates]
-    has_slices = any(c.is_screened or c.whole_reason for c in candidates)
+    has_slices = any(c.is_screened or c.whole_steps for c in candidates)
     rows = [
         {
             "order": position,
@@ -410,7 +412,7 @@ def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterato
             flops_formula=formula,
             slice=planned_slice.slice,
             few_steps=planned_slice.few_steps,
-            whole_reason=row.get("whole_reason"),
+            whole_steps=WholeSteps(rule, row["whole_reason"]) if (rule := row.get("whole_rule")) else None,
             turn_share=planned_slice.turn_share,
             second_start_s=planned_slice.second_start_s,
         )

@@ -107,6 +107,11 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{noun_ending}"
 
 
+def are(count: int) -> str:
+    """The verb that follows a counted noun: `1 run is`, `2 runs are`."""
+    return "is" if count == 1 else "are"
+
+
 MIN_SIMILARITY = 0.7
 """Similarity of difflib from which a known name is probably meant: `oom` for `foo` has 0.67, `mfu` for `mfuu` 0.86."""
 MAX_NAMES = 12

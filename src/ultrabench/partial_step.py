@@ -183,6 +183,15 @@ def only_screens(slice_: Slice | None, few_steps: bool) -> bool:
     return (slice_ is not None) != few_steps
 
 
+def screening_text(part_sizes: str | None) -> str:
+    """What a start measured that only screened its run, such as `parts of 4,8 micro-batches`.
+
+    Args:
+        part_sizes: the micro-batches of the parts, as in `Slice.text`; None: few whole steps alone were measured.
+    """
+    return f"parts of {part_sizes} micro-batches" if part_sizes else "few whole steps"
+
+
 def step_s(slice_: Slice, turn: Turn, num_microbatches: int) -> float:
     """Seconds of a step of `num_microbatches` by the straight line through the two sizes of a turn.
 

@@ -19,7 +19,7 @@ from ultrabench.column import (
     column,
     columns_of,
 )
-from ultrabench.partial_step import Departure
+from ultrabench.partial_step import Departure, screening_text
 from ultrabench.step_time import ci95_rel, with_error
 
 
@@ -416,6 +416,11 @@ class RunResult:
     def is_screened(self) -> bool:
         """Whether its number only chose whether the run was measured again, so that it is not the best of its cell."""
         return bool(self.screened)
+
+    @property
+    def screening_text(self) -> str | None:
+        """What an ok start measured that only screened its run; None where the run was measured in full."""
+        return screening_text(self.measured_gas) if self.is_screened else None
 
     @property
     def parts_interval_rel(self) -> float | None:

@@ -430,6 +430,22 @@ def _stands_for(run: Candidate, result: RunResult, reuses_parts: bool) -> bool:
     return is_enough and not (run.has_whole_steps and result.is_partial)
 
 
+def runs_with_too_little(plan: Plan, state: SweepState) -> list[Candidate]:
+    """The runs whose ok results all measured less than the plan asks for, such as parts of steps in a sweep of whole
+    ones: they are measured again."""
+    reuses_parts = plan.config.measure.partial_steps != "off"
+    attempts_by_run = state.by_run()
+    results_by_run = {
+        run.run_id: [a.ok for a in attempts_by_run.get(run.run_id, ()) if a.ok] for run in plan.runs
+    }
+    return [
+        run
+        for run in plan.runs
+        if (results := results_by_run[run.run_id])
+        and not any(_stands_for(run, result, reuses_parts) for result in results)
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class _AttemptFinder:
     """Finds the next attempts of runs from the retry policy and the state of the whole sweep."""

@@ -32,7 +32,7 @@ from ultrabench.analysis.studies.history.change_points import (
     outliers,
     strongest,
 )
-from ultrabench.errors import ConfigError, SweepFolderError, counted
+from ultrabench.errors import ConfigError, SweepFolderError, are, counted
 from ultrabench.layout import AXES
 from ultrabench.result import SLOWER, Status
 from ultrabench.store.damage import read_each
@@ -149,7 +149,7 @@ class History:
         )
         runs_text = f"all {num_total:,}" if num_runs == num_total else f"{num_runs:,} of {num_total:,}"
         subject = run_text if num_runs == 1 else f"{runs_text} runs"
-        verb, direction = "is" if num_runs == 1 else "are", "slower" if move.change < 0 else "faster"
+        verb, direction = are(num_runs), "slower" if move.change < 0 else "faster"
         night_before, first_night = (self.nights[n] for n in (move.night - 1, move.night))
         commits = pc.unique(first_night.table["git_commit"].drop_null()).to_pylist()
         unchanged_text = f"commit {', '.join(commits) or 'unknown'} and all versions unchanged"

@@ -14,7 +14,7 @@ from tests.unit.allocations import key_of, told, with_launcher
 from tests.unit.analysis.sweeps import make_sweep
 from ultrabench.agent.diagnose.outcome import without_unlike
 from ultrabench.cli.sweep.live import attempt_line, panel
-from ultrabench.cli.sweep.plan import partial_step_lines
+from ultrabench.cli.sweep.screening import screening_lines
 from ultrabench.layout import Layout, dominates
 from ultrabench.partial_step import Departure, Slice
 from ultrabench.result import SLOWER, Status, doubt_text
@@ -67,16 +67,17 @@ def test_auto_chooses_the_least_linear_size(axes, sizes):
         least_gas = 64
     slice_ = Slice(g1=g1, g2=g2, third=third)
     assert auto_slice(layout(least_gas, **axes)) == slice_
-    assert f"is less than 3 * {g2} micro-batches" in auto_slice(layout(3 * g2 - 4, **axes))
+    assert f"is less than 3 * {g2} micro-batches" in auto_slice(layout(3 * g2 - 4, **axes)).reason
     # A wider slice saves enough from 3 * third micro-batches on.
     assert auto_slice(layout(3 * third, **axes)) == replace(slice_, wider=third)
 
 
 def test_layouts_that_auto_measures_whole():
-    assert "afab keeps all micro-batches" in auto_slice(layout(64, pp=4, schedule="afab"))
+    assert "afab keeps all micro-batches" in auto_slice(layout(64, pp=4, schedule="afab")).reason
     # Torch cuts 66 micro-batches of pp=3 into 22 rounds of 3, and 64 of pp=5 into none of equal size.
     uneven = layout(33, pp=4, schedule="interleaved", virtual_stages=2)
-    assert "is less than" in auto_slice(uneven) or "rounds of" in auto_slice(uneven)
+    reason = auto_slice(uneven).reason
+    assert "is less than" in reason or "rounds of" in reason
 
 
 @pytest.mark.parametrize(("axes", "pair", "expected"), [
@@ -92,8 +93,8 @@ def test_layouts_that_auto_measures_whole():
     ({"gas": 32, "pp": 4, "schedule": "interleaved", "virtual_stages": 2}, (4, 12), "needs 8 micro-batches; 4 given"),
 ])  # fmt: skip
 def test_listed_sizes_are_taken_where_the_schedule_allows_them(axes, pair, expected):
-    slice_or_reason = listed_slice(layout(**axes), *pair)
-    assert slice_or_reason == expected if isinstance(expected, Slice) else expected in slice_or_reason
+    slice_ = listed_slice(layout(**axes), *pair)
+    assert slice_ == expected if isinstance(expected, Slice) else expected in slice_.reason
 
 
 @pytest.mark.parametrize(
@@ -594,8 +595,8 @@ def test_the_plan_file_keeps_the_parts(tmp_path):
     read = [
         *runs_of(read_sweep_json(folder), read_rows(tmp_path / "plan.parquet", runs_only=True), SweepState())
     ]
-    assert [(r.slice, r.turn_share, r.whole_reason) for r in read] == [
-        (r.slice, r.turn_share, r.whole_reason) for r in RUNS
+    assert [(r.slice, r.turn_share, r.whole_steps) for r in read] == [
+        (r.slice, r.turn_share, r.whole_steps) for r in RUNS
     ]
     few = [run.by_few_steps(PARTS.config.measure) for run in RUNS]
     write_plan(few, tmp_path / "few.parquet")
@@ -624,7 +625,7 @@ def test_a_plan_says_what_is_measured_by_parts_and_why_others_are_not():
     overrides = [arg for arg in IN_PARTS if "gbs" not in arg]
     mixed = make_plan(load_config([*overrides, "sweep.gbs=[16,64]", "measure.partial_steps=auto"]))
     num_small = sum(run.layout.gas < 12 for run in mixed.runs)
-    first, *reasons = partial_step_lines(mixed)
+    first, *reasons = screening_lines(mixed, SweepState())
     num_parts = len(mixed.runs) - num_small
     assert first.startswith(
         f"measure.partial_steps=auto: {num_parts} of {len(mixed.runs)} runs are screened by parts"
@@ -632,14 +633,33 @@ def test_a_plan_says_what_is_measured_by_parts_and_why_others_are_not():
     assert num_small == 1
     assert reasons == ["1 is screened by 6 whole steps: gas=8 is less than 3 * 4 micro-batches"]
     assert {run.is_screened for run in mixed.runs} == {True}
-    assert [*partial_step_lines(make_plan(load_config(IN_PARTS)))] == []
+    fewer = make_plan(load_config([*overrides, "sweep.gbs=[8,16,64]", "measure.partial_steps=auto"]))
+    _, *lines = screening_lines(fewer, SweepState())
+    first_reason = next(run.whole_steps.reason for run in fewer.runs if run.whole_steps)
+    num_few = sum(run.whole_steps is not None for run in fewer.runs)
+    assert lines[0] == f"{num_few} are screened by 6 whole steps, the first since {first_reason}", "one line for one rule"
+    assert lines[1:] == ["to have the reason of each: ultrabench sweep plan -o FILE.parquet (column whole_reason)"]
+    assert [*screening_lines(make_plan(load_config(IN_PARTS)), SweepState())] == []
     for setting, reason in (
         ("trace=true", "trace=true"),
         ("measure.checkpoint=true", "measure.checkpoint=true"),
     ):
         plan = make_plan(load_config([*IN_PARTS, "measure.partial_steps=auto", setting]))
-        assert all(reason in run.whole_reason and run.slice is None for run in plan.runs)
+        assert all(reason in run.whole_steps.reason and run.slice is None for run in plan.runs)
         assert not any(run.is_screened for run in plan.runs), "no part chooses in such a sweep"
+
+
+def test_a_plan_of_whole_steps_says_that_runs_are_measured_again():
+    state = SweepState()
+    for run in RUNS[:2]:
+        measured(state, run, STEP_S, parts=True)
+    confirmed(state, RUNS[1], STEP_S, STEP_S)
+    measured(state, RUNS[2], STEP_S, parts=False)
+    again = [line for line in screening_lines(make_plan(load_config(IN_PARTS)), state)]
+    assert again == [
+        "2 measured runs are measured again: parts of steps do not count under measure.partial_steps=off"
+    ]
+    assert not any("again" in line for line in screening_lines(PARTS, state))
 
 
 def test_memory_is_as_measured_where_steps_of_the_second_size_need_as_much(monkeypatch):
@@ -664,7 +684,7 @@ def test_a_program_that_runs_steps_of_one_size_is_measured_in_full():
     program = ("launcher=slurm", "kernel=command", "kernel.command=[python,train.py]")
     whole = make_plan(load_config([*overrides, *program, "measure.partial_steps=auto"]))
     assert {(run.slice, run.is_screened) for run in whole.runs} == {(None, False)}
-    (reason,) = {run.whole_reason for run in whole.runs}
-    first, *reasons = partial_step_lines(whole)
+    (reason,) = {run.whole_steps.reason for run in whole.runs}
+    first, *reasons = screening_lines(whole, SweepState())
     assert f"0 of {len(whole.runs)} runs are screened by parts" in first
     assert reasons == [f"{len(whole.runs)} are measured in full: {reason}"]

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.allocations import key_of, told
 from tests.unit.analysis.sweeps import make_sweep
-from ultrabench.cli.sweep.plan import partial_step_lines
+from ultrabench.cli.sweep.screening import screening_lines
 from ultrabench.partial_step import Slice
 from ultrabench.result import Status
 from ultrabench.store.state import SweepState
@@ -47,7 +47,7 @@ def test_a_program_starts_twice_with_parts_as_wide_as_they_may_be():
         assert run.by_few_steps(MEASURE) == whole, "a program measures all steps that it is asked for"
         assert run.after_full(MEASURE) == whole, "no start of it has whole steps and parts"
     assert {run.spec.layout.gas for run in RUNS} == {32, 64}
-    lines = [*partial_step_lines(PLAN)]
+    lines = [*screening_lines(PLAN, SweepState())]
     assert lines[0].startswith("measure.partial_steps=auto: 2 of 2 runs are screened by parts of steps")
     assert lines[1:] == [
         "2 of them start twice, once for each number of micro-batches: kernel command runs steps of one size"
@@ -73,10 +73,10 @@ def test_a_run_whose_whole_steps_take_less_than_two_starts_is_measured_in_full()
     nearest = min(short.runs, key=lambda run: run.dear_two_starts.two_starts_s / run.dear_two_starts.whole_s)
     assert nearest.dear_two_starts.whole_s == pytest.approx(nearest.duration_s)
     assert nearest.dear_two_starts.two_starts_s > nearest.duration_s
-    first, line = partial_step_lines(short)
+    first, line = screening_lines(short, SweepState())
     assert "0 of 2 runs are screened by parts of steps" in first
     start = "2 are measured in full, since two starts would take no less; the nearest: "
-    assert line == start + nearest.dear_two_starts.text == start + nearest.whole_reason
+    assert line == start + nearest.dear_two_starts.text == start + nearest.whole_steps.reason
     listed = plan_of(*few_steps, "measure.partial_steps=[2,4]")
     assert {run.slice.text for run in listed.runs} == {"2,4"}, "listed numbers hold in any case"
 
@@ -102,7 +102,7 @@ def test_longer_starts_than_predicted_make_two_of_them_too_dear():
 def test_programs_that_no_part_stands_for_are_measured_in_full(overrides, reason):
     plan = plan_of(*overrides)
     assert not any(run.is_screened for run in plan.runs)
-    assert all(reason in run.whole_reason for run in plan.runs), {run.whole_reason for run in plan.runs}
+    assert all(reason in run.whole_steps.reason for run in plan.runs), {run.whole_steps.reason for run in plan.runs}
 
 
 def test_files_tell_a_program_the_size_of_its_steps():

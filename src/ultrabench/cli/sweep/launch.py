@@ -14,6 +14,7 @@ from ultrabench.cli.sweep.consent import ask_for_budget, ask_for_this_machine, h
 from ultrabench.cli.sweep.live import Display, panel
 from ultrabench.cli.sweep.planning import SEARCHED_CELLS, plan_with_bar, shown_progress
 from ultrabench.cli.sweep.rereads import ask_to_measure_again, read_again
+from ultrabench.cli.sweep.screening import screening_lines
 from ultrabench.cli.sweep.tracking import require_tracker, tracked
 from ultrabench.cli.tables import can_ask, say, show, warn
 from ultrabench.column import GPU_HOURS
@@ -217,6 +218,8 @@ def first_lines(sweep: OpenSweep, price: Price) -> Iterator[str]:
     cost_text, (low, high) = GPU_HOURS.brief_text(price.gpu_hours), map(GPU_HOURS.bare_text, price.interval)
     interval_text = f" ({low} to {high})" if price.jobs and config.kernel.is_predictable else ""
     yield f"{config.name}: {left_text}, {cost_text} predicted{interval_text}, in {sweep.folder.path}"
+    if progress.left:
+        yield from screening_lines(sweep.plan, state)
     if not any(run.fits for run in runs):
         yield "no run is predicted to fit into the memory of a rank"
     is_set_by_setting = {"trace=true": config.trace, "measure.checkpoint=true": config.measure.checkpoint}

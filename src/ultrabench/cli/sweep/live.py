@@ -166,10 +166,8 @@ def _result_text(run: Candidate, result: RunResult) -> str:
         mfu_text = f"{with_unit('mfu', mfu)} {column_of('mfu').heading}{peak_suffix(run.cell.precision)}"
     step_text = with_unit("step_time_s", float(median(result.step_times_s)))
     speed_text = f"{rate_text(rate)}, step {step_text}"
-    if result.is_partial:
-        speed_text += f" by parts of {result.measured_gas} micro-batches"
-    elif result.is_screened:
-        speed_text += " by few whole steps"
+    if result.screening_text:
+        speed_text += f" by {result.screening_text}"
     return ", ".join(
         filter(
             None,

@@ -31,10 +31,11 @@ from ultrabench.cli.sweep.layout_notes import layout_notes
 from ultrabench.cli.sweep.planning import SEARCHED_CELLS, plan_with_bar, shown_progress
 from ultrabench.cli.sweep.rereads import read_again
 from ultrabench.cli.sweep.run_command import start_lines, start_of
+from ultrabench.cli.sweep.screening import screening_lines
 from ultrabench.cli.tables import print_json, say, show, table, warn
 from ultrabench.cli.written import written_lines
 from ultrabench.column import GPU_HOURS
-from ultrabench.errors import ConfigError, SweepFolderError, counted
+from ultrabench.errors import ConfigError, SweepFolderError, are, counted
 from ultrabench.launchers.allocate import array_groups, make_allocations
 from ultrabench.launchers.choose import require_max_nodes, script_of
 from ultrabench.launchers.open_sweep import (
@@ -111,9 +112,6 @@ KEY_BY_COLUMN = {
 """Column of the table -> key of an entry of `cells` in the JSON document."""
 SEARCH_KEY_BY_COLUMN = {"expected runs": "runs"}
 """Further column of the table of an adaptive search, which makes only some of the runs -> key in the JSON document."""
-
-MAX_WHOLE_REASONS = 4
-"""Largest number of reasons for whole steps that a plan names."""
 
 
 def show_plan(
@@ -231,7 +229,7 @@ def show_plan(
         notes += [time_line(price, config), *cost_lines(price, config)]
         notes += [*time_limit_lines(plan), price_text]
     notes += _auto_ep_lines(plan)
-    notes += partial_step_lines(plan)
+    notes += screening_lines(plan, state)
     advice = [*savings_lines(all_savings, price), *_unsearched_lines(asked_plan)]
     best_ids = [row["run_id"] for row in best_rows]
     run_by_id = {run.run_id: run for run in plan.runs}
@@ -369,37 +367,6 @@ def _auto_ep_lines(plan: Plan) -> Iterator[str]:
             )
 
 
-def partial_step_lines(plan: Plan) -> Iterator[str]:
-    """Lines about the runs that are screened by parts of steps, and why others are not."""
-    setting = plan.config.measure.partial_steps
-    if setting == "off":
-        return
-    num_parts = sum(run.slice is not None for run in plan.runs)
-    setting_text = setting if isinstance(setting, str) else f"[{setting[0]},{setting[1]}]"
-    fact = f"measure.partial_steps={setting_text}: {num_parts:,} of {counted(len(plan.runs), 'run')}"
-    full_text = "; the best of each cell and those near it are measured in full, too" if num_parts else ""
-    yield f"{fact} {_are(num_parts)} screened by parts of steps{full_text}"
-    if num_two_starts := sum(run.has_two_starts for run in plan.runs):
-        kernel_text = f"kernel {plan.config.kernel.name} runs steps of one size"
-        starts_text = f"{num_two_starts:,} of them start" if num_two_starts > 1 else "1 of them starts"
-        yield f"{starts_text} twice, once for each number of micro-batches: {kernel_text}"
-    few_text = f"screened by {counted(plan.config.measure.few_steps.min_steps, 'whole step')}"
-    if prices := [run.dear_two_starts for run in plan.runs if run.dear_two_starts]:
-        nearest = min(prices, key=lambda price: price.two_starts_s / price.whole_s)
-        full_text = f"{len(prices):,} {_are(len(prices))} measured in full"
-        yield f"{full_text}, since two starts would take no less; the nearest: {nearest.text}"
-    other_runs = (run for run in plan.runs if run.whole_reason and not run.dear_two_starts)
-    num_by_reason = Counter((run.few_steps, run.whole_reason) for run in other_runs)
-    for (few_steps, reason), count in num_by_reason.most_common(MAX_WHOLE_REASONS):
-        yield f"{count:,} {_are(count)} {few_text if few_steps else 'measured in full'}: {reason}"
-    if num_others := sum(count for _, count in num_by_reason.most_common()[MAX_WHOLE_REASONS:]):
-        yield f"{num_others:,} more have no parts of steps; -o FILE.parquet names the reasons (whole_reason)"
-
-
-def _are(count: int) -> str:
-    return "is" if count == 1 else "are"
-
-
 def _extrapolation_lines(
     plan: Plan, runs: Sequence[Candidate], unmeasured_features: list[str], best_rows: list[Row]
 ) -> Iterator[str]:
@@ -417,7 +384,7 @@ def _extrapolation_lines(
         extrapolation_text = f"extrapolated beyond the values that profile {profile.name} was fitted to"
         yield (
             f"{num_extrapolated:,} of {counted(len(runs), 'run')} "
-            f"{_are(num_extrapolated)} {extrapolation_text} (in brackets), "
+            f"{are(num_extrapolated)} {extrapolation_text} (in brackets), "
             f"with wider intervals: {'; '.join(unmeasured_features)}"
         )
     yield from (
@@ -587,7 +554,7 @@ def print_command(overrides: list[str], as_json: bool) -> None:
     """
     config = in_force(load_config(overrides), warn)
     run = within_limit(plan_with_bar(config)).runs[0]
-    start = start_of(run.spec, AttemptKey(run.run_id, 0, 0), config)
+    start = start_of(run.spec, AttemptKey(run.run_id, 0, 0), config, run.slice)
     if as_json:
         print_json({"sweep": config.name, "run_id": run.run_id, "layout": run.spec.label(), **start})
         return

@@ -35,6 +35,7 @@ from ultrabench.store.folder import SweepFolder, find_sweep
 from ultrabench.store.journal import JournalReader
 from ultrabench.store.state import AttemptState, Fold, SweepState
 from ultrabench.store.sweep_json import SweepJson, read_sweep_json
+from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.config.load import config_from_tree
 from ultrabench.sweep.plan import predictor
 from ultrabench.sweep.plan_table import read_rows, runs_of
@@ -61,7 +62,8 @@ def show_run(id_or_rank: str, sweep: str | None, as_json: bool, results_dir: Pat
     plan_row = next((row for row in read_rows(folder.plan) if row["run_id"] == run_id), None)
     sweep_json = read_sweep_json(folder)
     ratios = _communication_ratios(sweep_json, plan_row, state) if plan_row else {}
-    start = _start(sweep_json, plan_row, attempts, state)
+    run = next(runs_of(sweep_json, [plan_row] if plan_row else [], state), None)
+    start = _start(sweep_json, run, attempts, state)
     if as_json:
         spec = next((spec for a in attempts if (spec := a.spec_as(dict[str, Any]))), None)
         documents = [_attempt_document(a, folder.log_folder(a.key)) for a in attempts]
@@ -70,11 +72,17 @@ def show_run(id_or_rank: str, sweep: str | None, as_json: bool, results_dir: Pat
         facts = {**plan_facts, **({"program": start} if start else {})}
         print_json({"sweep": folder.name, "run_id": run_id, **facts, "attempts": documents, **nodes})
         return
-    plan_values = {name: value for name, value in (plan_row or {}).items() if name not in ("order", "run_id")}
+    plan_values = {
+        name: value for name, value in (plan_row or {}).items() if name not in ("order", "run_id", "slice")
+    }
+    plan_values |= {"screened by": run.screening_text} if run else {}
     step_heading, loss_heading, duration_heading = (
         column_of(name).short_heading for name in ("step_time_s", "loss_final", "duration_s")
     )
-    result_headings = ("status", step_heading, loss_heading, duration_heading, "on", "reason")
+    is_any_screened = any(a.result and a.result.is_screened for a in attempts)
+    measured_headings = ("measured",) if is_any_screened else ()
+    result_headings = ("status", *measured_headings, step_heading, loss_heading, duration_heading, "on", "reason")
+    attempt_rows = [_attempt_cells(a, with_screening=is_any_screened) for a in attempts]
     show(
         Text(f"run {run_id} of {folder.name}", "bold"),
         *_number_lines(folder, run_id),
@@ -82,7 +90,7 @@ def show_run(id_or_rank: str, sweep: str | None, as_json: bool, results_dir: Pat
         *(f"{name:<30} {with_unit(name, value)}" for name, value in plan_values.items() if value is not None),
         *([ratio_line(ratios, str((plan_row or {}).get("dp_overlap")))] if ratios else []),
         *([Text("\nprogram", "bold"), *start_lines(start)] if start else []),
-        table("\nattempts", "repeat", "attempt", *result_headings, rows=map(_attempt_cells, attempts)),
+        table("\nattempts", "repeat", "attempt", *result_headings, rows=attempt_rows),
         *_node_lines(state, attempts),
     )
     for attempt in attempts:
@@ -95,7 +103,7 @@ def show_run(id_or_rank: str, sweep: str | None, as_json: bool, results_dir: Pat
 
 
 def _start(
-    sweep: SweepJson, row: Row | None, attempts: Sequence[AttemptState], state: SweepState
+    sweep: SweepJson, run: Candidate | None, attempts: Sequence[AttemptState], state: SweepState
 ) -> ProgramStart | None:
     """How the latest attempt of a run started its program, or the first one will; None for our own kernel.
 
@@ -106,11 +114,16 @@ def _start(
     with contextlib.suppress(UltrabenchError):
         config = config_from_tree(state.config or sweep.config)
         specs = (from_dict(RunSpec, values) for a in attempts if (values := a.spec_as(dict[str, Any])))
-        planned_specs = (run.spec for run in runs_of(sweep, [row] if row else [], state))
-        if spec := next(chain(specs, planned_specs), None):
+        if spec := next(chain(specs, [run.spec] if run else []), None):
             key = attempts[-1].key if attempts else AttemptKey(spec.run_id, 0, 0)
-            return start_of(spec, key, config)
+            return start_of(spec, key, config, run.slice if run and _is_screening(attempts) else None)
     return None
+
+
+def _is_screening(attempts: Sequence[AttemptState]) -> bool:
+    """Whether the latest attempt screens its run, or the first one will."""
+    latest_result = attempts[-1].result if attempts else None
+    return latest_result.is_screened if latest_result else not any(a.ok for a in attempts)
 
 
 def _unused_nodes(state: SweepState, attempts: Sequence[AttemptState]) -> dict[str, str]:
@@ -184,8 +197,12 @@ def _attempt_document(attempt: AttemptState, log_folder: Path) -> dict[str, Any]
     return {**key_fields, "phase": attempt.phase, "result": result, **log_fields}
 
 
-def _attempt_cells(attempt: AttemptState) -> Iterator[object]:
-    """Repeat, attempt, status, step time, loss, duration, hosts and reason of an attempt."""
+def _attempt_cells(attempt: AttemptState, *, with_screening: bool) -> Iterator[object]:
+    """Repeat, attempt, status, step time, loss, duration, hosts and reason of an attempt.
+
+    Args:
+        with_screening: whether what was measured follows the status.
+    """
     result = attempt.result
     yield attempt.key.repeat
     yield attempt.key.attempt
@@ -193,6 +210,8 @@ def _attempt_cells(attempt: AttemptState) -> Iterator[object]:
         yield f"running: {attempt.phase}"
         return
     yield Text(result.status, style_of(result.status, result.stopped == SLOWER))
+    if with_screening:
+        yield (result.screening_text or "whole steps") if attempt.ok else None
     yield with_unit("step_time_s", median(result.step_times_s) if result.step_times_s else None)
     yield None if result.loss_final is None else column_of("loss_final").unit.exact_text(result.loss_final)
     yield with_unit("duration_s", result.duration_s)
