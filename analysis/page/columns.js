@@ -106,6 +106,11 @@ function text(name, cellValue) {
   return unit.texts[cellValue] ?? TEXT_BY_FORM[unit.form](cellValue, unit.symbol, unit);
 }
 
+// Half of an interval beside its number, such as +- 4.3 %; one that reaches to zero says no more than that.
+function halfWidth(name, fraction) {
+  return fraction < 1 ? `+- ${text(name, fraction)}` : "+- 100 % or more";
+}
+
 // A number of a column without its unit, with three digits or as a whole number from 100 on.
 function bareText(name, number) {
   const shown = drawn(name, number);

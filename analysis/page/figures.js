@@ -61,6 +61,12 @@ function measured(shown) {
   return rankedRows.filter((row) => value(x, row) !== null && measure(y, row) !== null);
 }
 
+// Whether a run is drawn as one that may not win, was only screened, or was measured in full.
+function dotOf(row) {
+  if (!mayWin(row)) return "excluded";
+  return screening(row) === null ? "in full" : "screened";
+}
+
 // Points of the figures: the name of a series, x (a word), y (a number), and the row if it is one.
 function everyPoints(shown) {
   const points = measured(shown).map((row) => ({
@@ -70,9 +76,11 @@ function everyPoints(shown) {
     row,
   }));
   const numSuspects = points.filter(({ row }) => !mayWin(row)).length;
+  const numScreened = points.filter(({ row }) => dotOf(row) === "screened").length;
+  const screenedText = numScreened ? `; hollow: ${numScreened} by parts of steps or few whole steps` : "";
   const kindText = isPlan
     ? "that are likely to fit."
-    : `that ended ok; crosses: ${numSuspects} that are suspect or stopped early.`;
+    : `that ended ok; crosses: ${numSuspects} that are suspect or stopped early${screenedText}.`;
   const note = `${counted(points.length, "layout")} ${kindText} Select a point to open its layout.`;
   return { points, note, label: MEASURES[state.y], xColumn: state.x };
 }
@@ -300,19 +308,23 @@ const X_FIELD = { field: "position" },
 function drawEvery(content) {
   const alpha = dark.matches ? 0.95 : 0.65;
   return withSeries(content, (bokehFigure, xValues, seriesPoints, style, n) => {
-    for (const canWin of [true, false]) {
-      const pointsOfKind = seriesPoints.filter(({ row }) => mayWin(row) === canWin),
-        source = sourceOf(pointsOfKind, xValues, jitter);
-      const kind = canWin ? { marker: markerOf(n), alpha } : { marker: "x", line_width: 1.5 };
-      if (pointsOfKind.length)
-        bokehFigure.scatter(X_FIELD, Y_FIELD, {
-          source,
-          size: 7,
-          color: style.color,
-          ...kind,
-          ...(canWin || pointsOfKind.length === seriesPoints.length ? style : {}),
-        });
-    }
+    const marker = markerOf(n),
+      shapes = {
+        "in full": { marker, alpha },
+        screened: { marker, line_alpha: alpha, line_width: 1.5, fill_alpha: 0 },
+        excluded: { marker: "x", line_width: 1.5 },
+      };
+    const pointsByDot = Map.groupBy(seriesPoints, ({ row }) => dotOf(row)),
+      dots = Object.keys(shapes).filter((dot) => pointsByDot.has(dot));
+    dots.forEach((dot, place) =>
+      bokehFigure.scatter(X_FIELD, Y_FIELD, {
+        source: sourceOf(pointsByDot.get(dot), xValues, jitter),
+        size: 7,
+        color: style.color,
+        ...shapes[dot],
+        ...(place ? {} : style), // the first has the entry of the legend
+      }),
+    );
   });
 }
 

@@ -85,7 +85,7 @@ function fillCell(button, cell, runs) {
       : "no layout shown";
   const wideInterval = ofRun("ci_reached", bestRow) === false ? ofRun("step_time_ci95_rel", bestRow) : null;
   const intervalLine =
-    wideInterval === null ? [] : [[`+- ${text("step_time_ci95_rel", wideInterval)}`, "sure"]];
+    wideInterval === null ? [] : [[halfWidth("step_time_ci95_rel", wideInterval), "sure"]];
   const suspectLine = bestRow >= 0 && value("suspect", bestRow) !== null ? [["suspect", "sure"]] : [];
   const textLines =
     bestRow < 0

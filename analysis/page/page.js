@@ -13,6 +13,7 @@ const FILTERS = [
   "precision",
   "routing",
   "state",
+  "measured",
   "cause",
   "doubt",
   "sweep",

@@ -48,7 +48,7 @@ function shownText(name, row, numberOf = value) {
   if (name === "predicted_step_time_s" && valueText && value("extrapolated", row))
     return `${valueText} (extrapolated)`;
   return name === "step_time_s" && valueText && relativeInterval !== null
-    ? `${valueText} +- ${text("step_time_ci95_rel", relativeInterval)}`
+    ? `${valueText} ${halfWidth("step_time_ci95_rel", relativeInterval)}`
     : valueText;
 }
 

@@ -46,6 +46,12 @@ function screening(row) {
   return isPartial(row) ? "in parts" : "few steps";
 }
 
+// How each ok row was measured, for the filters of a page on which some rows were only screened.
+if ([...Array(numRows).keys()].some(screening))
+  columns.measured = [...Array(numRows).keys()].map((row) =>
+    isOk(row) ? (screening(row) ?? "in full") : null,
+  );
+
 // Half the interval of the time of a whole step by the turns of parts alone; null where it is unknown.
 function partsInterval(row) {
   return value("parts_ci95_rel", row);

@@ -12,9 +12,14 @@ def percent(fraction: float | None) -> str | None:
     return None if fraction is None else FRACTION.text(fraction)
 
 
+def half_width(ci95_rel: float) -> str:
+    """Half of an interval beside its number, such as `+- 53.0 %`; one that reaches to zero says no more than that."""
+    return f"+- {percent(ci95_rel)}" if ci95_rel < 1 else "+- 100 % or more"
+
+
 def too_wide(ci_reached: bool | None, ci95_rel: float | None) -> str:
     """A text such as `+- 53.0 %` for an interval that missed its target; empty for one that met it."""
-    return f"+- {percent(ci95_rel)}" if ci_reached is False and ci95_rel is not None else ""
+    return half_width(ci95_rel) if ci_reached is False and ci95_rel is not None else ""
 
 
 def count(number: float, unit: str = "") -> str:

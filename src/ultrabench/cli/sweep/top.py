@@ -14,7 +14,7 @@ from ultrabench.analysis.results.cells import (
     set_apart,
 )
 from ultrabench.analysis.results.columns import column_of
-from ultrabench.analysis.results.numbers import formula_text, memory, too_wide, with_unit
+from ultrabench.analysis.results.numbers import formula_text, half_width, memory, too_wide, with_unit
 from ultrabench.analysis.results.ranking import DEFAULT_RANK_BY, PANEL_COLUMNS, leaderboard
 from ultrabench.analysis.results.rows import Row
 from ultrabench.analysis.results.selected_rows import open_rows
@@ -97,6 +97,8 @@ def _print_cell(results_name: str, runs: list[Row], setting_texts: Sequence[str]
     ranking_text = rank_by
     if any(row["num_repeats"] - row["num_repeats_failed"] > 1 for row in runs):  # others show one repeat
         ranking_text = f"the median {rank_by} of repeats"
+    if any(row["screened"] and row["status"] == Status.OK for row in runs):
+        ranking_text += "; runs that were only screened come after the best and those as good"
     has_environments = any(row["environment"] for row in runs)
     shown_rows = []
     for row in runs[:limit]:
@@ -131,8 +133,8 @@ def number_texts(row: Row) -> dict[str, str | Text | None]:
     peaks = ("peak_mem_reserved_bytes", "peak_mem_reserved_rank0_bytes", "peak_mem_allocated_bytes")
     text_by_column[SHOWN_AS["peak_mem_reserved_bytes"]] = memory(*(row[name] for name in peaks))
     if text_by_column[step_heading] and row["step_time_ci95_rel"] is not None:
-        width_text = with_unit("step_time_ci95_rel", row["step_time_ci95_rel"])
-        text_by_column[step_heading] = f"{text_by_column[step_heading]} +- {width_text}"
+        width_text = half_width(row["step_time_ci95_rel"])
+        text_by_column[step_heading] = f"{text_by_column[step_heading]} {width_text}"
     return text_by_column | {"status": _status_text(row)}
 
 
