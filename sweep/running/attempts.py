@@ -292,6 +292,13 @@ def next_attempts(
     )
 
 
+def is_settled(plan: Plan, state: SweepState, accepts: Callable[[RunResult], bool] = lambda _: True) -> bool:
+    """Whether a sweep has no attempts left to submit or to wait for."""
+    attempt_keys = frozenset(state.attempts)
+    launch = Launch(accepts=accepts, old_attempts=attempt_keys, begun_attempts=attempt_keys)
+    return next_attempts(plan, state, launch=launch).is_over
+
+
 def num_starts(run: Candidate, config: SweepConfig) -> int:
     """Number of starts in which a contender is measured: one of a screened run measures it in full."""
     return max(config.measure.confirm, config.repeats + run.is_screened)

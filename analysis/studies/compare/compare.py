@@ -40,6 +40,8 @@ _Key = tuple[Any, ...]
 
 SLOWER, FASTER, FAILING, RUNNING_AGAIN = "slower", "faster", "failing", "running again"
 """Findings about a layout of B, compared with A."""
+SUSPECT = "suspect"
+"""The status of a layout here whose ok runs are all suspect, so that it has no step time."""
 _MACHINE_RATES = (
     "peak_flops_per_s", "gemm_flops_per_s", "memory_copy_bytes_per_s", "sm_clock_hz", "allreduce_busbw_bytes_per_s",
 )  # fmt: skip
@@ -191,6 +193,7 @@ def compare(
             *_machine_sentences([(rows_in_a[key], rows_in_b[key]) for key in common_keys], threshold),
             *_left_out_sentences(sides, frame),
             *_part_sentences(frame),
+            *_screened_sentences([(rows_in_a[key], rows_in_b[key]) for key in common_keys]),
             *([f"Not compared: layouts with {other_variants}."] if other_variants else []),
             *(f"Not compared: {text}." for text in other_models(*sides)),
             *chance_notes,
@@ -276,6 +279,15 @@ def _part_sentences(layouts: pd.DataFrame) -> Iterator[str]:
         yield f"{fact}: no difference is a finding; measure both sides by whole steps."
 
 
+def _screened_sentences(pairs: Sequence[tuple[list[Row], list[Row]]]) -> Iterator[str]:
+    """A sentence that counts the layouts in both tables that one of them has only screened."""
+    ok_pairs = ([[row for row in rows if row["status"] == Status.OK] for rows in pair] for pair in pairs)
+    verdicts = [[bool(rows) and all(row["screened"] for row in rows) for rows in pair] for pair in ok_pairs]
+    num_a, num_b = (sum(verdict[side] for verdict in verdicts) for side in (0, 1))
+    if num_a or num_b:
+        yield f"Only screened, by parts of steps or few whole steps: {num_a:,} of the layouts in A, {num_b:,} in B."
+
+
 def _other_variants(sides: Sequence[Mapping[_Key, list[Row]]]) -> str | None:
     """The variants that only one side has of layouts that both have; None where there are none.
 
@@ -311,14 +323,18 @@ def _no_common_layout(sides: Sequence[Sequence[Row]], names: Sequence[str], othe
 
 def _nothing_comparable(layouts: pd.DataFrame) -> str:
     """The message for tables whose common layouts have no step time in both, with how these ended."""
-    texts = []
+    texts, statuses = [], set[str]()
     for side in "ab":
         counts = Counter(layouts[f"status_{side}"])
+        statuses |= counts.keys()
         texts.append(
             f"{', '.join(f'{number} {status}' for status, number in counts.most_common())} in {side.upper()}"
         )
     fact = f"nothing to compare: {counted(len(layouts), 'layout')} in both A and B, none with a step time in both"
-    return f"{fact} ({'; '.join(texts)}); compare sweeps that have ended, or see ultrabench sweep top"
+    todo = "compare sweeps that have ended, or see ultrabench sweep top"
+    if SUSPECT in statuses:
+        todo = "suspect runs are not compared; ultrabench collect writes why each is suspect into column suspect"
+    return f"{fact} ({'; '.join(texts)}); {todo}"
 
 
 def _layout_row(rows_a: Sequence[Row], rows_b: Sequence[Row], pair: tuple[Runs, Runs]) -> Row:
@@ -347,8 +363,8 @@ def _layout_row(rows_a: Sequence[Row], rows_b: Sequence[Row], pair: tuple[Runs, 
 
 
 def _usual_status(rows: Sequence[Row]) -> str:
-    """The most common status of a layout without a good measurement; a suspect ok run counts as `suspect`."""
-    ends = Counter("suspect" if row["status"] == Status.OK else str(row["status"]) for row in rows)
+    """The most common status of a layout without a good measurement; a suspect ok run counts as SUSPECT."""
+    ends = Counter(SUSPECT if row["status"] == Status.OK else str(row["status"]) for row in rows)
     return min(ends, key=lambda end: (-ends[end], end))
 
 

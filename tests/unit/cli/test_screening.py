@@ -2,8 +2,6 @@
 
 import re
 
-import pytest
-
 from tests.sweep_folder import make_folder, write
 from tests.unit.cli.conftest import HEAD, as_json, record
 from ultrabench.launchers.open_sweep import sweep_json_of
@@ -51,3 +49,23 @@ def test_show_says_that_a_program_starts_twice(ultrabench, tmp_path):
     record(folder, run, repeat=1)
     in_full = as_json(ultrabench, "sweep", "show", run.run_id)["program"]
     assert ("gas_of_starts" in in_full, in_full["command"][-2]) == (False, f"--gas={run.layout.gas}")
+
+
+def test_status_prices_starts_in_full_and_is_not_over_before_them(ultrabench, tmp_path):
+    plan = make_plan(load_config([*BY_PARTS, "measure.partial_steps=[2,4]", "measure.confirm=1"]))
+    folder = make_folder(tmp_path / "results" / "parts", HEAD, plan.candidates)
+    write(folder, Launched(generation=1, config=plan.config.resolved, asked_gpu_hours=(1.0, 0.5, 2.0)))
+    for number, run in enumerate(plan.runs):
+        record(folder, run, step_times_s=(1.0 + number,) * 6, **OF_PARTS)
+    screened = as_json(ultrabench, "sweep", "status")
+    price = screened["price"]
+    assert (screened["settled"], screened["over"]) == (len(plan.runs), False)
+    assert price["expected_gpu_hours"] > price["spent_gpu_hours"]
+    assert screened["standing"].startswith("Nothing is running. To continue: ultrabench sweep resume")
+    out = ultrabench("sweep", "status")[1]
+    assert "All runs are settled; starts that confirm the best of each cell are left." in out
+    assert "in 1 cell the fastest run was only screened, and is measured in full before" in " ".join(out.split())
+    record(folder, plan.runs[0], repeat=1, step_times_s=(1.0,) * 6)
+    over = as_json(ultrabench, "sweep", "status")
+    assert (over["over"], over["standing"]) == (True, None)
+    assert over["price"]["expected_gpu_hours"] == over["price"]["spent_gpu_hours"]

@@ -187,7 +187,7 @@ def test_parts_choose_and_whole_steps_confirm():
     assert [t.key for t in next_of(state)] == [key_of(RUNS[2], 1)]
 
 
-UNCONFIRMED = "1 cell led by a screened run, which is measured in full before it is called the best"
+UNCONFIRMED = "in 1 cell the fastest run was only screened, and is measured in full before it is called the best"
 
 
 def shown(state):
@@ -205,7 +205,7 @@ def test_the_status_says_that_a_screened_run_leads_until_it_was_measured_in_full
     assert UNCONFIRMED in shown(state), "the fastest is still one that was only screened"
     measured(state, RUNS[0], 1.02, parts=False, repeat=1)
     (best,) = progress_of("s", RUNS, state, "cpu").best
-    assert (best[0].run_id, "led by a screened run" in shown(state)) == (RUNS[1].run_id, False)
+    assert (best[0].run_id, "the fastest run was only screened" in shown(state)) == (RUNS[1].run_id, False)
 
 
 def test_lines_about_screened_attempts_say_how_they_were_measured():
@@ -243,7 +243,7 @@ def test_whole_steps_that_fail_confirm_nothing():
         told(state, run, Status.OOM, 1, 1, confirmed=True)
     assert next_of(state) == ()
     assert progress_of("s", RUNS, state, "cpu").unconfirmed == 0, "no cell waits for what does not come"
-    assert "led by a screened run" not in shown(state)
+    assert "the fastest run was only screened" not in shown(state)
 
 
 def test_whole_steps_that_no_agent_survives_do_not_keep_the_others_waiting():

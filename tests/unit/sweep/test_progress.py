@@ -8,7 +8,7 @@ from rich.console import Console
 
 from tests.unit.allocations import PLAN, key_of, predicted, told
 from ultrabench.cli.sweep.live import counts_line, panel
-from ultrabench.cli.sweep.status import status_view
+from ultrabench.cli.sweep.status import Snapshot, status_view
 from ultrabench.result import Status
 from ultrabench.store.events import AllocationEnded, Launched, LeadingAgent, Start
 from ultrabench.store.state import AllocationState, SweepState
@@ -195,7 +195,7 @@ def test_the_health_of_nodes_is_warned_of_once_for_each_check():
     ]
     assert [*now.node_warnings] == lines
     page = io.StringIO()
-    Console(file=page, width=1000).print(status_view(now, None))
+    Console(file=page, width=1000).print(status_view(Snapshot(now)))
     assert [line for line in page.getvalue().splitlines() if "warning" in line] == [
         f"warning: {line}" for line in lines
     ]

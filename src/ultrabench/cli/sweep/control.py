@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ultrabench.cli.sweep.launch import follow, is_settled
+from ultrabench.cli.sweep.launch import follow
 from ultrabench.cli.sweep.live import counts_line
 from ultrabench.cli.sweep.tracking import require_tracker
 from ultrabench.cli.tables import print_json, say, show, table, warn
@@ -30,6 +30,7 @@ from ultrabench.sweep.config.load import config_from_tree
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import read_rows
+from ultrabench.sweep.running.attempts import is_settled
 from ultrabench.sweep.running.blame import Blame, blame_of
 from ultrabench.sweep.running.outliers import for_answers
 from ultrabench.sweep.running.progress import progress_of

@@ -46,7 +46,7 @@ from ultrabench.store.sweep_json import find_sweep_json
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.remedy import same_commands
-from ultrabench.sweep.running.attempts import Launch, next_attempts
+from ultrabench.sweep.running.attempts import is_settled
 from ultrabench.sweep.running.cheaper import savings
 from ultrabench.sweep.running.other_shapes import other_shapes
 from ultrabench.sweep.running.price import (
@@ -123,13 +123,6 @@ def run_launch(
     )
     known_price = price if sweep.plan is plan else None
     return follow(sweep, launcher, folder.display_name, known_price, detach=detach, ask=not yes, stderr=False)
-
-
-def is_settled(plan: Plan, state: SweepState, accepts: Callable[[RunResult], bool] = lambda _: True) -> bool:
-    """Whether a sweep has no attempts left to submit or to wait for."""
-    attempt_keys = frozenset(state.attempts)
-    launch = Launch(accepts=accepts, old_attempts=attempt_keys, begun_attempts=attempt_keys)
-    return next_attempts(plan, state, launch=launch).is_over
 
 
 def follow(

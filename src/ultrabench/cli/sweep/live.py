@@ -282,7 +282,7 @@ def _views_below_counts(progress: SweepProgress, is_active: bool, with_bar: bool
     if progress.unconfirmed:
         cells_text = counted(progress.unconfirmed, "cell")
         yield Text(
-            f"{cells_text} led by a screened run, which is measured in full before it is called the best"
+            f"in {cells_text} the fastest run was only screened, and is measured in full before it is called the best"
         )
     if progress.failures:
         yield Text("last failures and OOMs")

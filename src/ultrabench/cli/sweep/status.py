@@ -26,6 +26,7 @@ from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.plan_table import read_rows, runs_of
+from ultrabench.sweep.running.attempts import is_settled
 from ultrabench.sweep.running.price import price_of
 from ultrabench.sweep.running.progress import SweepProgress, progress_of
 
@@ -54,22 +55,23 @@ def show_status(folder: SweepFolder, watch: bool, as_json: bool) -> None:
     """Prints the progress of a sweep, once or until it is over."""
     snapshots = _snapshots(folder, watch)
     if as_json:
-        for progress, idle_reason, prices in snapshots:
-            document = progress.as_json() | {"standing": idle_reason}
-            document |= {"price": prices.as_json()} if prices else {}
+        for snapshot in snapshots:
+            document = snapshot.progress.as_json() | {"over": snapshot.is_over, "standing": snapshot.idle_reason}
+            document |= {"price": snapshot.prices.as_json()} if snapshot.prices else {}
         print_json(document)
     elif watch and not output_console().is_terminal:
         shown_counts = None
-        for progress, idle_reason, prices in snapshots:
-            if progress.by_nodes != shown_counts:
-                show(status_view(progress, idle_reason, prices), "")
-            shown_counts = progress.by_nodes
+        for snapshot in snapshots:
+            counts = snapshot.progress.by_nodes, snapshot.is_over
+            if counts != shown_counts:
+                show(status_view(snapshot), "")
+            shown_counts = counts
     elif watch:
         with Live(console=output_console(), auto_refresh=False) as live:
-            for progress, idle_reason, prices in snapshots:
-                live.update(status_view(progress, idle_reason, prices, with_bar=True), refresh=True)
+            for snapshot in snapshots:
+                live.update(status_view(snapshot, with_bar=True), refresh=True)
     else:
-        show(status_view(*next(snapshots)))
+        show(status_view(next(snapshots)))
 
 
 class Prices(NamedTuple):
@@ -107,26 +109,41 @@ class Prices(NamedTuple):
         return f"{text}; cost {', '.join(costs)}"
 
 
-def _prices(
+class Snapshot(NamedTuple):
+    """What a look at a sweep shows."""
+
+    progress: SweepProgress
+    idle_reason: str | None = None
+    """Why nothing new starts; None where it is over, or a launcher submits its jobs."""
+    prices: Prices | None = None
+    is_over: bool = True
+    """Whether no start is left, also none that confirms the best runs."""
+
+
+def _rest(
     folder: SweepFolder, runs: Sequence[Candidate], state: SweepState, progress: SweepProgress
-) -> Prices | None:
-    """The prices of a sweep; None where no launch has recorded the one that it asked about."""
+) -> tuple[bool, Prices | None]:
+    """Whether nothing is left to measure, also no start that confirms the best runs, and the prices of a sweep; None
+    where no launch has recorded the one that it asked about."""
     if state.asked_gpu_hours is None or not runs:
-        return None
+        return not progress.left, None
     config = launched_config(folder, state)
+    plan = Plan(config=config, candidates=tuple(runs))
+    is_over = not progress.left and is_settled(plan, state)
     spent = progress.useful_gpu_hours + progress.wasted_gpu_hours
-    rest = price_of(Plan(config=config, candidates=tuple(runs)), state).gpu_hours if progress.left else 0.0
-    return Prices(*state.asked_gpu_hours, spent, spent + rest, config.price_per_gpu_hour)
+    rest = 0.0 if is_over else price_of(plan, state).gpu_hours
+    return is_over, Prices(*state.asked_gpu_hours, spent, spent + rest, config.price_per_gpu_hour)
 
 
-def _snapshots(folder: SweepFolder, watch: bool) -> Iterator[tuple[SweepProgress, str | None, Prices | None]]:
-    """Yields the progress of a sweep, why it stands still if it does, and its prices: once, or until the sweep is over.
+def _snapshots(folder: SweepFolder, watch: bool) -> Iterator[Snapshot]:
+    """Yields what a look at a sweep shows: once, or until the sweep is over.
 
     Each look reads only new lines of the journal, and the plan if it changed.
     """
     sweep_json, journal_reader, fold = read_sweep_json(folder), JournalReader(folder.journal, warn), Fold()
     fold.add(lines_of_new_copy(folder))
-    read_plan_ns, runs, priced_at, prices = -1, list[Candidate](), (-1, -1), None
+    read_plan_ns, runs, priced_at = -1, list[Candidate](), (-1, -1, -1)
+    is_over, prices = False, None
     while True:
         state = fold.add(journal_reader.poll())
         plan_ns = folder.plan.stat().st_mtime_ns if folder.plan.exists() else 0
@@ -136,25 +153,28 @@ def _snapshots(folder: SweepFolder, watch: bool) -> Iterator[tuple[SweepProgress
             read_plan_ns = plan_ns
         progress = progress_of(folder.name, runs, state, sweep_json.hardware.device)
         num_ended = sum(attempt.result is not None for attempt in state.attempts.values())
-        if (num_ended, read_plan_ns) != priced_at:  # an adaptive search takes a while to foresee
-            priced_at, prices = (num_ended, read_plan_ns), _prices(folder, runs, state, progress)
-        reason = REASON_BY_ACTIVITY["starting" if is_starting else activity(folder, progress, state)]
-        yield (
-            progress,
-            reason
-            and reason.format(
-                sweep=folder.display_name, refusal=_refusal(state), disk=disk_problem(folder.path)
-            ),
-            prices,
-        )
-        if not (watch and (progress.left or is_starting)):
+        facts = num_ended, read_plan_ns, progress.left
+        if facts != priced_at:  # an adaptive search takes a while to foresee
+            priced_at, (is_over, prices) = facts, _rest(folder, runs, state, progress)
+        reason = REASON_BY_ACTIVITY["starting" if is_starting else activity(folder, progress, state, is_over)]
+        if reason:
+            words = {"refusal": _refusal(state), "disk": disk_problem(folder.path)}
+            reason = reason.format(sweep=folder.display_name, **words)
+        yield Snapshot(progress, reason, prices, is_over)
+        if not watch or (is_over and not is_starting):
             return
         time.sleep(WATCH_INTERVAL_S)
 
 
-def activity(folder: SweepFolder, progress: SweepProgress, state: SweepState) -> str:
-    """What a sweep does now, as a key of REASON_BY_ACTIVITY."""
-    if not progress.left:
+def activity(
+    folder: SweepFolder, progress: SweepProgress, state: SweepState, is_over: bool | None = None
+) -> str:
+    """What a sweep does now, as a key of REASON_BY_ACTIVITY.
+
+    Args:
+        is_over: whether no start is left; None: as far as settled runs say it.
+    """
+    if not progress.left if is_over is None else is_over:
         return "done"
     if state.paused or state.cancelled:
         return "paused" if state.paused else "cancelled"
@@ -205,13 +225,14 @@ def _refusal(state: SweepState) -> str | None:
     return end.reason if end and end.code is EndCode.REFUSED else None
 
 
-def status_view(
-    progress: SweepProgress, idle_reason: str | None, prices: Prices | None = None, *, with_bar: bool = False
-) -> Group:
+def status_view(snapshot: Snapshot, *, with_bar: bool = False) -> Group:
     """What `sweep status` shows: why nothing new starts, if so, the panel, a line for each node count, prices, and
     warnings."""
+    progress, idle_reason, prices, is_over = snapshot
     num_settled = progress.settled_by_nodes
     reason_line = [Text(idle_reason, style="yellow")] if idle_reason else []
+    if not progress.left and not is_over:
+        reason_line.append(Text("All runs are settled; starts that confirm the best of each cell are left."))
     # Lines for the numbers of nodes, because a table of all statuses would not fit a narrow terminal.
     node_lines = (Text(_nodes_line(n, counts, num_settled[n])) for n, counts in progress.by_nodes.items())
     warnings = (Text(f"warning: {line}", "yellow") for line in progress.node_warnings)

@@ -195,6 +195,15 @@ def test_parts_of_steps_on_a_straight_line_are_counted():
     assert "20 layouts measured by parts of steps: whole steps follow from them" in " ".join(comparison.notes)
 
 
+def test_layouts_that_one_side_has_only_screened_are_counted():
+    few = compared(rows_of(1), rows_of(2, screened=True))
+    both = compared(by_parts(3, 0.3) + rows_of(1), by_parts(2))
+    texts = [" ".join(comparison.notes) for comparison in (few, both, compared(rows_of(1), rows_of(2)))]
+    start = "Only screened, by parts of steps or few whole steps: 0 of the layouts in A, 20 in B."
+    assert [start in text for text in texts] == [True, True, False]
+    assert "Only screened" not in texts[2]
+
+
 def beside_controls(**times_s):
     """Rows of runs x and y, each in an allocation with the control layout; values are the times of run and control."""
     for repeat, (run_id, (time_s, control_s)) in enumerate(times_s.items()):
@@ -325,7 +334,8 @@ def test_percentages_may_have_their_sign(ultrabench, tmp_path, monkeypatch):  # 
 def test_nothing_comparable_is_refused_and_an_option_of_the_kernel_tells_layouts_apart():
     suspect = table_of(row("a", suspect="hot"), row("b", mbs=2, status="oom"))
     with refused(
-        "nothing to compare: 2 layouts in both A and B, none with a step time in both (1 suspect, 1 oom in A;"
+        "nothing to compare: 2 layouts in both A and B, none with a step time in both (1 suspect, 1 oom in A; "
+        "1 suspect, 1 oom in B); suspect runs are not compared; ultrabench collect writes why"
     ):
         compare(suspect, suspect, 0.05)
     compiled = table_of(row("a", 100.0, compile=True), row("b", 80.0, compile=False))
