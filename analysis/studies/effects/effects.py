@@ -23,7 +23,7 @@ from ultrabench.analysis.results.options import variant_in
 from ultrabench.analysis.results.planned import PREDICTED
 from ultrabench.analysis.results.ranking import Ranking
 from ultrabench.analysis.results.schema import MODEL
-from ultrabench.errors import ConfigError, counted, require_known
+from ultrabench.errors import ConfigError, are, counted, require_known
 from ultrabench.layout import FOLLOWING, details_of
 from ultrabench.result import NOT_TRIED, Status
 from ultrabench.standing import Standing
@@ -102,6 +102,8 @@ class CompetingRuns:
     """Whether a plan predicts their speeds."""
     num_left_out: Counter[str]
     """Code of _REASON_BY_CODE -> number of runs left out for it."""
+    num_screened: int
+    """Number of `runs` that were only screened, by parts of steps or few whole steps."""
     stopped_runs: pd.DataFrame
     """Rows like those of `runs` for the runs that were stopped early as slower than the best."""
     unmade_runs: pd.DataFrame
@@ -119,6 +121,9 @@ class CompetingRuns:
         counts = ((self.num_left_out[code], reason) for code, reason in _REASON_BY_CODE.items())
         reason_texts = [f"{num_runs:,} {reason}" for num_runs, reason in counts if num_runs]
         sentence = f"Runs excluded: {', '.join(reason_texts) or 'none'}."
+        if self.num_screened:
+            fact = f"{self.num_screened:,} of {counted(len(self.runs), 'run')} {are(self.num_screened)} by parts of steps"
+            sentence += f" {fact} or few whole steps, whose intervals are wider."
         if self.num_left_out["stopped"]:
             sentence += " Only slow runs are stopped early, so a slow value may look better than it is."
             sentence += f" To measure every run in full, launch under another name= with {IN_FULL}."
@@ -195,6 +200,7 @@ def competing_in(ranking: Ranking) -> CompetingRuns:
         knobs=(*knob_frame,),
         varied_knobs=tuple(str(name) for name in knob_frame if tried_knobs[name].nunique() > 1),
         are_predicted=bool((frame["source"] == PREDICTED).any()),
+        num_screened=sum(tried[index].screened for index in winners),
         num_left_out=Counter(code for code in map(_why_left_out, tried) if code),
     )
 

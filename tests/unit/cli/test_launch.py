@@ -17,7 +17,7 @@ from tests.configs import refused
 from tests.unit.allocations import PLAN, told
 from tests.unit.cli.conftest import QUICK, one_line, record
 from ultrabench.cli.sweep.consent import ask_for_budget, ask_for_this_machine
-from ultrabench.cli.sweep.launch import first_lines, launch_differences
+from ultrabench.cli.sweep.launch import first_lines, launch_differences, what_continues
 from ultrabench.cli.sweep.live import Display, attempt_line
 from ultrabench.errors import ConfigError
 from ultrabench.processes import busy_share
@@ -309,3 +309,12 @@ def test_the_line_of_a_finished_run_tells_mfu_memory_and_what_is_wrong_with_it()
     assert f" 1 node {run.spec.label()}: ok" in attempt_line(run, attempt).plain
     plain_line = attempt_line(run, attempt, columns=("model", "nodes", "seq_len", "gbs")).plain
     assert f" 1 node seq_len=64 gbs={run.cell.gbs} {run.spec.label()}: ok" in plain_line
+
+
+@pytest.mark.parametrize(("allocations", "text"), [
+    ({}, "nothing was running"),
+    ({"a": AllocationState(name="a")}, "what was being submitted may still start"),
+    ({"a": AllocationState(name="a"), "b": AllocationState(name="b", job={"host": "n"})}, "runs on this machine continue"),
+])  # fmt: skip
+def test_a_launch_that_ends_by_a_signal_says_what_goes_on(allocations, text):
+    assert what_continues(SweepState(allocations=allocations), False) == text

@@ -289,7 +289,7 @@ def _report_interruption(sweep: OpenSweep, launcher: Launcher, signal_number: in
     if jobs_continue or signal_number != signal.SIGINT:
         signal_name = signal.Signals(signal_number).name
         signal_text = "" if signal_number == signal.SIGINT else f"ended by {signal_name}: "
-        jobs_text = "submitted jobs keep running" if jobs_continue else "runs on this machine continue"
+        jobs_text = what_continues(sweep.state(), jobs_continue)
         next_text = f"To follow again: {next_command}; to end them: ultrabench sweep cancel {display_name}"
         message = f"{signal_text}stopped following the sweep; {jobs_text}. {next_text}"
     else:
@@ -304,6 +304,14 @@ def _report_interruption(sweep: OpenSweep, launcher: Launcher, signal_number: in
     _set_handler(signal.SIG_IGN, ENDING_SIGNALS)
     say(message)
     return 128 + signal_number
+
+
+def what_continues(state: SweepState, jobs_continue: bool) -> str:
+    """What goes on after a launch has ended by a signal, as far as the journal knows of jobs and agents."""
+    open_ones = [allocation for allocation in state.allocations.values() if allocation.ended is None]
+    if any(allocation.job or allocation.agents for allocation in open_ones):
+        return "submitted jobs keep running" if jobs_continue else "runs on this machine continue"
+    return "what was being submitted may still start" if open_ones else "nothing was running"
 
 
 def _leave_in_background(folder: SweepFolder) -> int:

@@ -391,3 +391,12 @@ def test_the_page_has_the_effects_of_the_command():
 def page_section(table):
     """The section of the page that this study makes of a table."""
     return page_table.section(Ranking(table, more_columns=page_table.RANKING_COLUMNS), table, public=True)
+
+
+def test_runs_that_were_only_screened_are_counted():
+    rows = factorial(tokens_per_s_per_gpu=100.0)
+    assert "parts of steps" not in competing(table_of(*rows)).note
+    for screened_row in rows[:6]:
+        screened_row |= {"screened": True, "measured_gas": "2,4"}
+    sentence = "6 of 40 runs are by parts of steps or few whole steps, whose intervals are wider."
+    assert sentence in competing(table_of(*rows)).note
