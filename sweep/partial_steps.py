@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ultrabench.layout import Layout
-from ultrabench.measure import Measure
+from ultrabench.measure import PartialSteps
 from ultrabench.partial_step import Slice
-from ultrabench.run import RunSpec
+from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.refusals import schedule_refusals
 
 MIN_STEPS_RATIO = 3
@@ -31,26 +31,34 @@ class WholeSteps(NamedTuple):
     """The rule with the numbers of this run."""
 
 
-def whole_steps_of_any_layout(spec: RunSpec, measure: Measure, *, is_traced: bool = False) -> WholeSteps | None:
-    """Why all whole steps of a run are measured, whatever its layout; None where its layout decides.
+def partial_steps_of(config: SweepConfig) -> PartialSteps:
+    """The value of measure.partial_steps that a sweep is measured by.
 
-    Args:
-        is_traced: whether steps are traced after the measured ones.
+    Where the setting is null, it is auto in an adaptive sweep of our own kernel whose runs can be measured by parts,
+    else off.
     """
-    if not spec.kernel.trains:
-        return WholeSteps("kernel", f"kernel {spec.kernel.name} trains nothing")
-    if measure.checkpoint:
+    if config.measure.partial_steps is not None:
+        return config.measure.partial_steps
+    is_auto = config.strategy == "adaptive" and config.kernel.trains_itself
+    return "auto" if is_auto and whole_steps_of_any_run(config) is None else "off"
+
+
+def whole_steps_of_any_run(config: SweepConfig) -> WholeSteps | None:
+    """Why all whole steps of the runs of a sweep are measured, whatever their layouts; None where these decide."""
+    if not config.kernel.trains:
+        return WholeSteps("kernel", f"kernel {config.kernel.name} trains nothing")
+    if config.measure.checkpoint:
         return WholeSteps("checkpoint", "measure.checkpoint=true, which saves during whole steps")
-    if is_traced:
+    if config.trace:
         return WholeSteps("trace", "trace=true, which shows a whole step")
     return None
 
 
-def slice_of(layout: Layout, measure: Measure) -> Slice | WholeSteps:
+def slice_of(layout: Layout, partial_steps: PartialSteps) -> Slice | WholeSteps:
     """The slice by which a layout is screened, or why no part of a step stands for it."""
-    if isinstance(measure.partial_steps, str):
+    if isinstance(partial_steps, str):
         return auto_slice(layout)
-    return listed_slice(layout, *measure.partial_steps)
+    return listed_slice(layout, *partial_steps)
 
 
 def auto_slice(layout: Layout) -> Slice | WholeSteps:

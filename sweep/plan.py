@@ -37,8 +37,9 @@ from ultrabench.sweep.partial_steps import (
     MEMORY_TOLERANCE,
     WholeSteps,
     by_two_starts,
+    partial_steps_of,
     slice_of,
-    whole_steps_of_any_layout,
+    whole_steps_of_any_run,
 )
 from ultrabench.sweep.predict.memory import memory_constants
 from ultrabench.sweep.predict.network import network
@@ -104,6 +105,7 @@ class Plan:
             "hardware": config.hardware.name,
             **{option: value_by_option.pop(option) for option in CELL_OPTIONS},
             "scaling": config.scaling,
+            "partial_steps": partial_steps_of(config),
             "options": value_by_option,
             "kernel": config.kernel.name,
             **_candidate_counts(self.candidates),
@@ -182,12 +184,35 @@ def make_plan(
         for candidate in reversed(first_of_variant.values()):
             for fill in (fill_in, fill_in_files):
                 fill(candidate.spec, AttemptKey(candidate.run_id, 0, 0), config.measure)
+    candidates = _in_order(candidates, config.max_runs)
+    return Plan(config=config, candidates=tuple(candidates), core_flops_per_s=core_flops_per_s, cores=cores)
+
+
+def _in_order(candidates: Iterable[Candidate], max_runs: int | None) -> list[Candidate]:
+    """The runs among the candidates in the order in which they run, of which all but `max_runs` are rejected, and the
+    other candidates.
+    """
+    all_candidates = [*candidates]
     # sorted() is stable: runs of equal price keep the order of the grid, so equal input gives an equal plan.
-    runs = sorted((c for c in candidates if c.runs), key=run_order)
-    if config.max_runs is not None:
-        runs = with_unselected_rejected(runs, config.max_runs)
-    all_candidates = (*runs, *(c for c in candidates if not c.runs))
-    return Plan(config=config, candidates=all_candidates, core_flops_per_s=core_flops_per_s, cores=cores)
+    runs = sorted((c for c in all_candidates if c.runs), key=run_order)
+    if max_runs is not None:
+        runs = with_unselected_rejected(runs, max_runs)
+    return [*runs, *(c for c in all_candidates if not c.runs)]
+
+
+def with_strategy(plan: Plan, strategy: str) -> Plan:
+    """The plan of a sweep with another strategy, whose runs are measured by parts or whole as it says."""
+    config = replace(plan.config, strategy=strategy)
+    if partial_steps_of(config) == partial_steps_of(plan.config):
+        return replace(plan, config=config)
+    cell_plan_by_cell = dict[CellKey, CellPlan]()
+    for shape, cell in planned_cells(config):
+        peak = config.hardware.peak(cell.precision, cell.nodes, plan.core_flops_per_s, plan.cores)
+        cell_plan_by_cell[cell] = CellPlan(config=config, shape=shape, cell=cell, peak=peak)
+    # Runs that max_runs left out because others were cheaper may be among the cheapest now.
+    candidates = (replace(c, rule=None, reason=None) if c.rule == UNSELECTED else c for c in plan.candidates)
+    candidates = (cell_plan_by_cell[c.cell].screened(c) if c.runs else c for c in candidates)
+    return replace(plan, config=config, candidates=tuple(_in_order(candidates, config.max_runs)))
 
 
 def require_layouts(config: SweepConfig) -> None:
@@ -425,7 +450,7 @@ class CellPlan:
         prediction = self.predictor.predict(spec) if rule in (None, "kernel") else None
         if prediction and rule is None and prediction.p_oom > config.max_p_oom:
             rule, reason = PRUNED, too_large_text(prediction, prediction.p_oom)
-        candidate = Candidate(
+        return Candidate(
             run_id=spec.run_id,
             spec=spec,
             rule=rule,
@@ -434,16 +459,18 @@ class CellPlan:
             peak_flops_per_s=peak.flops_per_s if trains_model and peak.source != PEAK_GUESSED else None,
             flops_formula=config.measure.flops_formula,
         )
-        return self._with_slice(candidate) if candidate.runs else candidate
 
-    def _with_slice(self, run: Candidate) -> Candidate:
+    def screened(self, run: Candidate) -> Candidate:
         """The run with the parts of a step, or the few whole steps, by which measure.partial_steps screens it."""
-        measure = self.config.measure
-        if measure.partial_steps == "off":
+        measure, partial_steps = self.config.measure, partial_steps_of(self.config)
+        if run.is_screened or run.whole_steps:  # by another value
+            neutral = {"slice": None, "few_steps": False, "whole_steps": None, "turn_share": 1.0}
+            run = run.measured_by(measure, **neutral, second_start_s=0.0, dear_two_starts=None)
+        if partial_steps == "off":
             return run
-        if whole_steps := whole_steps_of_any_layout(run.spec, measure, is_traced=self.config.trace):
+        if whole_steps := whole_steps_of_any_run(self.config):
             return replace(run, whole_steps=whole_steps)
-        slice_ = slice_of(run.layout, measure)
+        slice_ = slice_of(run.layout, partial_steps)
         if isinstance(slice_, Slice) and not run.spec.kernel.trains_itself:
             slice_ = by_two_starts(slice_)
             slice_ = self._unable_to_start(run, slice_) or slice_
@@ -486,7 +513,8 @@ class CellPlan:
 def _candidates(cell_plan_and_layouts: tuple[CellPlan, list[Layout]]) -> list[Candidate]:
     """The candidates of a chunk of the layouts of a cell."""
     cell_plan, layout_chunk = cell_plan_and_layouts
-    return [cell_plan.candidate(spec) for layout in layout_chunk for spec in cell_plan.specs(layout)]
+    candidates = (cell_plan.candidate(spec) for layout in layout_chunk for spec in cell_plan.specs(layout))
+    return [cell_plan.screened(candidate) if candidate.runs else candidate for candidate in candidates]
 
 
 def predictor(config: SweepConfig, nodes: int, peak: Peak) -> Predictor:

@@ -23,7 +23,7 @@ PartialSteps = Annotated[
     Literal["off", "auto"] | tuple[int, int],
     Meta(description="off, auto or two numbers of micro-batches [g1, g2]"),
 ]
-"""The values of measure.partial_steps."""
+"""What measure.partial_steps may mean for a sweep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +77,10 @@ class Measure:
     checkpoint_limit_s: Positive = 600.0
     """Longest time in seconds of all saves and loads of a run; after it they are given up, and the steps stand."""
 
-    partial_steps: PartialSteps = "off"
+    partial_steps: PartialSteps | None = "off"
     """Whether runs are measured by steps of fewer micro-batches, from which the time of a whole step follows: off, auto
-    (the layout chooses how many, if that saves much), or the two numbers of micro-batches of such steps."""
+    (the layout chooses how many, if that saves much), or the two numbers of micro-batches of such steps. None means
+    that the strategy of the sweep decides. The default is for sweeps that began before there was this key."""
 
     @property
     def priced_steps(self) -> int:
@@ -130,7 +131,7 @@ class Measure:
         if not 6 <= self.min_steps <= self.max_steps:
             fact = f"measure.min_steps={self.min_steps}, measure.max_steps={self.max_steps}"
             raise ConfigError(f"{fact}; needs 6 <= min_steps <= max_steps (an interval needs 6 samples)")
-        if not isinstance(self.partial_steps, str) and not 0 < self.partial_steps[0] < self.partial_steps[1]:
+        if isinstance(self.partial_steps, tuple) and not 0 < self.partial_steps[0] < self.partial_steps[1]:
             fact = f"measure.partial_steps={[*self.partial_steps]}; needs [g1, g2] with 0 < g1 < g2"
             raise ConfigError(fact, "give two numbers of micro-batches, the smaller one first, such as [4,8]")
         if self.warmup_steps + self.min_steps < self.loss_step:

@@ -16,6 +16,7 @@ from ultrabench.store.jobs_seen import Origin
 from ultrabench.store.state import AttemptState, Nodes, SweepState, final_attempts
 from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.config.sweep_config import RetryPolicy, SweepConfig
+from ultrabench.sweep.partial_steps import partial_steps_of
 from ultrabench.sweep.plan import Plan, ReportProgress
 from ultrabench.sweep.predict.search import expected_runs, propose, reasons
 from ultrabench.sweep.running import outliers
@@ -224,7 +225,7 @@ def next_attempts(
         if key not in state.suspect_losses and {doubt.code for doubt in doubts} != {CONTRADICTED_PARTS}
     }
     blame = blame_of(state, config.retry)
-    reuses_parts = config.measure.partial_steps != "off"
+    reuses_parts = partial_steps_of(config) != "off"
     finder = _AttemptFinder(
         state, state.by_run(), config.retry, blame, launch, repeatable_suspects, reuses_parts
     )
@@ -320,7 +321,8 @@ def attempts_after(
         return []
     launch = Launch(old_attempts=frozenset(state.attempts) if old_attempts is None else old_attempts)
     blame = blame or blame_of(state, policy)
-    reuses_parts = state.config.get("measure", {}).get("partial_steps", "off") != "off"
+    partial_steps = state.config.get("measure", {}).get("partial_steps", "off")
+    reuses_parts = is_adaptive(state) if partial_steps is None else partial_steps != "off"
     finder = _AttemptFinder(state, state.by_run(), policy, blame, launch, frozenset(), reuses_parts)
     return finder.todo_of(runs, range(state.config["repeats"]))
 
@@ -440,7 +442,7 @@ def _stands_for(run: Candidate, result: RunResult, reuses_parts: bool) -> bool:
 def runs_with_too_little(plan: Plan, state: SweepState) -> list[Candidate]:
     """The runs whose ok results all measured less than the plan asks for, such as parts of steps in a sweep of whole
     ones: they are measured again."""
-    reuses_parts = plan.config.measure.partial_steps != "off"
+    reuses_parts = partial_steps_of(plan.config) != "off"
     attempts_by_run = state.by_run()
     results_by_run = {
         run.run_id: [a.ok for a in attempts_by_run.get(run.run_id, ()) if a.ok] for run in plan.runs

@@ -13,7 +13,7 @@ from ultrabench.sweep.candidate import Candidate, CellKey, advised, cell_columns
 from ultrabench.sweep.config.listed_layouts import read_layouts, values_of_layouts
 from ultrabench.sweep.config.sweep_config import Axes, SweepConfig
 from ultrabench.sweep.config.sweep_file import entries_of
-from ultrabench.sweep.plan import Plan, ReportProgress, planned_cells
+from ultrabench.sweep.plan import Plan, ReportProgress, planned_cells, with_strategy
 from ultrabench.sweep.predict.search import MIN_CHANCE, MIN_GAIN
 from ultrabench.sweep.running.cheaper import (
     Change,
@@ -106,7 +106,7 @@ def _rounded_up(gpu_hours: float) -> str:
 def _choices(plan: Plan, state: SweepState, report_progress: ReportProgress) -> Iterator[Proposal]:
     """The sweeps that can be proposed, the one that says most first."""
     asked = Change(overrides=(), plan=plan, losses=())
-    for grid in filter(None, (asked, searched_adaptively(plan))):
+    for grid in _grids(asked):
         known, searched_ids = _known_of_grid(grid.plan), None
         for change in _less_exact(grid):
             price = price_of(change.plan, state, searched_ids=searched_ids, report_progress=report_progress)
@@ -132,6 +132,13 @@ def _choices(plan: Plan, state: SweepState, report_progress: ReportProgress) -> 
         yield from _lists(shortlists, state, chosen, 1)
 
 
+def _grids(asked: Change) -> Iterator[Change]:
+    """The sweep that was asked for, and the search among its runs."""
+    yield asked
+    if search := searched_adaptively(asked.plan):
+        yield search
+
+
 def _less_exact(change: Change) -> Iterator[Change]:
     """The runs of a change measured in four ways, the most exact first: unchanged, measured once, fewer steps, both."""
     for other in (change, *changed_in_turn(change, (measured_briefly,))):
@@ -139,10 +146,10 @@ def _less_exact(change: Change) -> Iterator[Change]:
 
 
 def _shortlist(change: Change, layouts_by_cell: Mapping[CellKey, Sequence[Layout]]) -> Change:
-    """The sweep with these layouts alone, of which lists are made."""
+    """The sweep with these layouts alone, of which lists are made; all of them are measured."""
     sets_by_cell = {cell: frozenset(layouts) for cell, layouts in layouts_by_cell.items()}
     runs = tuple(run for run in change.plan.runs if run.layout in sets_by_cell[run.cell])
-    return replace(change, plan=replace(change.plan, candidates=runs))
+    return replace(change, plan=with_strategy(replace(change.plan, candidates=runs), "exhaustive"))
 
 
 def _known_of_grid(plan: Plan) -> str:

@@ -9,7 +9,15 @@ from ultrabench.errors import ConfigError, counted
 from ultrabench.measure import Measure
 from ultrabench.store.state import SweepState
 from ultrabench.sweep.candidate import Candidate
-from ultrabench.sweep.plan import MIN_PARALLEL_CANDIDATES, Plan, ReportProgress, make_plan, run_order
+from ultrabench.sweep.partial_steps import partial_steps_of
+from ultrabench.sweep.plan import (
+    MIN_PARALLEL_CANDIDATES,
+    Plan,
+    ReportProgress,
+    make_plan,
+    run_order,
+    with_strategy,
+)
 from ultrabench.sweep.running.price import Price, price_of, with_step_factor, within_limit
 
 FEW_STEPS = {"warmup_steps": 2, "min_steps": 6, "max_steps": 8}
@@ -54,9 +62,7 @@ def searched_adaptively(plan: Plan) -> Change | None:
         "what each axis costs (sweep effects), since only layouts that may still be the fastest are measured"
     )
     return Change(
-        overrides=("sweep.strategy=adaptive",),
-        plan=replace(plan, config=replace(config, strategy="adaptive")),
-        losses=(loss,),
+        overrides=("sweep.strategy=adaptive",), plan=with_strategy(plan, "adaptive"), losses=(loss,)
     )
 
 
@@ -115,7 +121,7 @@ def screened_by_parts(plan: Plan) -> Change | None:
     The parts are predicted anew, so a plan that takes long has none.
     """
     config, measure = plan.config, plan.config.measure
-    if measure.partial_steps != "off" or len(plan.candidates) >= MIN_PARALLEL_CANDIDATES:
+    if partial_steps_of(config) != "off" or len(plan.candidates) >= MIN_PARALLEL_CANDIDATES:
         return None
     changed = replace(config, measure=replace(measure, partial_steps="auto"))
     try:
@@ -249,7 +255,10 @@ def _together(
 ) -> Saving | None:
     """What all changes save together after which a sweep still has all its cells."""
     unchanged = Change(overrides=(), plan=plan, losses=())
-    *_, combined = unchanged, *changed_in_turn(unchanged, SAME_QUESTION)
+    # A search is taken from those that are priced, because parts of steps are predicted for it.
+    changes = (change for change, _ in priced_changes)
+    search = next((c for c in changes if c.plan.config.strategy != plan.config.strategy), unchanged)
+    *_, combined = search, *changed_in_turn(search, SAME_QUESTION)
     if combined is unchanged:
         return None
     searched_ids = next(

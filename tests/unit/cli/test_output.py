@@ -50,7 +50,9 @@ def test_plan_json_keeps_its_promise(ultrabench, tmp_path):
     assert any(re.match(note, line) for line in plan["notes"])
     jobs = beside["starts of jobs"]["count"]
     jobs_note = rf"{jobs} jobs of [\d.]+ to [\d.]+ predicted minutes \(launcher.allocation_minutes=10"
-    assert re.match(f"price for launcher=local: {jobs_note}", plan["notes"][-1])
+    assert any(re.match(f"price for launcher=local: {jobs_note}", line) for line in plan["notes"])
+    assert (plan["partial_steps"], exhaustive["partial_steps"]) == ("auto", "off")
+    assert plan["notes"][-1] == "to measure every run in full, add measure.partial_steps=off"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -130,7 +132,8 @@ def test_plan_advises_to_share_experts_where_their_copies_do_not_fit(ultrabench)
     [("launcher=slurm launcher.pack=4", "launcher.pack=4 besides the control run), time limit"),
      ("launcher=slurm launcher.pack=1", "launcher.pack=1), time limit"),
      ("launcher=slurm launcher.time_minutes=30", "time limit 30 minutes (launcher.time_minutes)"),
-     ("launcher=slurm sweep=playbook sweep.models=[8B] sweep.nodes=[1]", "at 20% or less), time limits "),
+     ("launcher=slurm sweep=playbook sweep.models=[8B] sweep.nodes=[1] measure.partial_steps=off",
+      "at 20% or less), time limits "),
      ("sweep.tp=[1,3]", "\nsweep.tp=3 has no candidate: 2 or 4 GPUs are not divisible by tp=3\n")],
 )  # fmt: skip
 def test_plan_tells_what_its_price_holds_for_and_which_values_fit_nothing(ultrabench, overrides, text):

@@ -33,7 +33,7 @@ NEW = SweepState()
 
 
 @pytest.mark.parametrize(
-    ("asked", "count"), [([], 7), (["sweep.strategy=adaptive", "repeats=2"], 6),
+    ("asked", "count"), [([], 7), (["sweep.strategy=adaptive", "repeats=2"], 5),
         (["measure=quick", "sweep.gbs=[128,256]"], 5), (["measure.partial_steps=auto"], 6)]
 )  # fmt: skip
 def test_a_saving_is_what_planning_with_its_overrides_says(asked, count):
@@ -157,6 +157,8 @@ def test_a_budget_gives_up_no_more_than_it_must(strategy):
     assert [{*overrides} for overrides in proposals] == [{*()}, {*ONCE}, {*FEW_STEPS}, {*ONCE, *FEW_STEPS}]
     few = budget.proposal(plan, NEW, 0.9 * ends[-1])
     assert few.num_layouts or few.plan.config.strategy != strategy
+    # A list of layouts is measured by whole steps, whatever the sweep that was asked for.
+    assert {run.is_screened for run in few.plan.runs} == {few.plan.config.strategy == "adaptive"}
 
 
 def test_a_proposal_says_which_cells_have_no_layout_that_fits():

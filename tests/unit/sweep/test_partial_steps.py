@@ -1,5 +1,6 @@
 """Which runs are measured by parts of a step, and by which."""
 
+import json
 import re
 from dataclasses import replace
 from itertools import product
@@ -21,9 +22,9 @@ from ultrabench.result import SLOWER, Status, doubt_text
 from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep import plan as sweep_plan
-from ultrabench.sweep.config.load import load_config
-from ultrabench.sweep.partial_steps import auto_slice, listed_slice, size_refusal
-from ultrabench.sweep.plan import make_plan
+from ultrabench.sweep.config.load import config_from_tree, load_config
+from ultrabench.sweep.partial_steps import auto_slice, listed_slice, partial_steps_of, size_refusal
+from ultrabench.sweep.plan import make_plan, with_strategy
 from ultrabench.sweep.plan_table import read_rows, runs_of, write_plan
 from ultrabench.sweep.refusals import schedule_refusals
 from ultrabench.sweep.running.attempts import AttemptsLeft, PlannedAttempt, dominator_by_run, next_attempts
@@ -122,12 +123,31 @@ def test_other_values_of_partial_steps_are_refused(value, message):
         load_config(["hardware=cpu", f"measure.partial_steps={value}"])
 
 
+ADAPTIVE = "sweep.strategy=adaptive"
+PROGRAM = ("kernel=command", "kernel.command=[train]")
+
+
 @pytest.mark.parametrize(
-    ("value", "loaded"), [("off", "off"), ("auto", "auto"), ("[2,4]", (2, 4)), ("false", "off")]
-)
-def test_partial_steps_are_off_unless_asked_for(value, loaded):
-    assert load_config(["hardware=cpu"]).measure.partial_steps == "off"
-    assert load_config(["hardware=cpu", f"measure.partial_steps={value}"]).measure.partial_steps == loaded
+    ("overrides", "value"),
+    [
+        ((), "off"), ((ADAPTIVE,), "auto"), ((ADAPTIVE, "measure=quick"), "auto"),
+        ((ADAPTIVE, *PROGRAM), "off"), ((ADAPTIVE, "trace=true"), "off"),
+        ((ADAPTIVE, "measure.checkpoint=true"), "off"),
+        ((ADAPTIVE, "measure.partial_steps=off"), "off"), ((ADAPTIVE, "measure.partial_steps=false"), "off"),
+        ((ADAPTIVE, "measure.partial_steps=null"), "auto"), ((ADAPTIVE, "measure.partial_steps=[2,4]"), (2, 4)),
+        (("measure.partial_steps=auto",), "auto"), (("measure.partial_steps=[2,4]", "trace=true"), (2, 4)),
+    ],
+)  # fmt: skip
+def test_the_strategy_decides_about_parts_where_no_value_is_given(overrides, value):
+    config = load_config(["hardware=cpu", *overrides])
+    assert partial_steps_of(config) == value
+    assert partial_steps_of(config_from_tree(json.loads(json.dumps(config.resolved)))) == value
+
+
+def test_a_sweep_of_an_earlier_version_is_continued_by_whole_steps():
+    resolved = load_config(["hardware=cpu", ADAPTIVE]).resolved
+    measure = {key: value for key, value in resolved["measure"].items() if key != "partial_steps"}
+    assert partial_steps_of(config_from_tree(resolved | {"measure": measure})) == "off"
 
 
 PARTS = make_plan(load_config([*IN_PARTS, "measure.partial_steps=auto"]))
@@ -293,6 +313,27 @@ def test_a_whole_sweep_reuses_no_partial_attempt_but_parts_reuse_whole_ones():
     for n, run in enumerate(RUNS):
         measured(state, run, STEP_S + n, parts=False)
     assert next_of(state) == ()
+    adaptive = make_plan(load_config([*IN_PARTS, ADAPTIVE, "measure.partial_steps=null"]))
+    assert next_of(state, adaptive) == ()
+    measured_whole = measured(SweepState(), RUNS[0], 10 * STEP_S, parts=False)
+    (next_attempt,) = next_of(measured_whole, adaptive)
+    assert next_attempt.key.run_id != RUNS[0].run_id
+    assert next_attempt.candidate.slice
+
+
+@pytest.mark.parametrize("settings", [(), ("sweep.max_runs=2",)])
+def test_a_plan_with_another_strategy_is_that_of_a_sweep_with_it(settings):
+    plans = {
+        strategy: make_plan(load_config([*IN_PARTS, *settings, f"sweep.strategy={strategy}"]))
+        for strategy in ("exhaustive", "adaptive")
+    }
+    for strategy, other in (("adaptive", "exhaustive"), ("exhaustive", "adaptive")):
+        changed, planned = with_strategy(plans[other], strategy), plans[strategy]
+        for name in ("run_id", "rule", "slice", "few_steps", "whole_steps", "turn_share"):
+            values, planned_values = ([getattr(c, name) for c in p.candidates] for p in (changed, planned))
+            assert values == planned_values, name
+        durations_s, planned_s = ([run.duration_s for run in p.runs] for p in (changed, planned))
+        assert durations_s == pytest.approx(planned_s)
 
 
 def test_a_whole_sweep_measures_again_what_measured_any_parts():
@@ -639,7 +680,13 @@ def test_a_plan_says_what_is_measured_by_parts_and_why_others_are_not():
     num_few = sum(run.whole_steps is not None for run in fewer.runs)
     assert lines[0] == f"{num_few} are screened by 6 whole steps, the first since {first_reason}", "one line for one rule"
     assert lines[1:] == ["to have the reason of each: ultrabench sweep plan -o FILE.parquet (column whole_reason)"]
-    assert [*screening_lines(make_plan(load_config(IN_PARTS)), SweepState())] == []
+    for settings in ((), (ADAPTIVE, "trace=true"), (ADAPTIVE, "measure.partial_steps=off")):
+        plan = make_plan(load_config([*IN_PARTS, *settings]))
+        assert [*screening_lines(plan, SweepState())] == []
+        assert not any(run.is_screened or run.whole_steps for run in plan.runs)
+    first, advice = screening_lines(make_plan(load_config([*IN_PARTS, ADAPTIVE])), SweepState())
+    assert first.startswith("measure.partial_steps=auto: 3 of 3 runs are screened by parts of steps; ")
+    assert advice == "to measure every run in full, add measure.partial_steps=off"
     for setting, reason in (
         ("trace=true", "trace=true"),
         ("measure.checkpoint=true", "measure.checkpoint=true"),

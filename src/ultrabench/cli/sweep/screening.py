@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from ultrabench.errors import are, counted
 from ultrabench.store.state import SweepState
+from ultrabench.sweep.partial_steps import partial_steps_of
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.running.attempts import runs_with_too_little
 
@@ -13,7 +14,7 @@ def screening_lines(plan: Plan, state: SweepState) -> Iterator[str]:
     """Lines about the runs that are screened by parts of steps, why others are not, and measured runs that are measured
     again since only parts of their steps were."""
     config = plan.config
-    setting = config.measure.partial_steps
+    setting = partial_steps_of(config)
     setting_text = setting if isinstance(setting, str) else f"[{setting[0]},{setting[1]}]"
     if num_again := len(runs_with_too_little(plan, state)):
         fact = f"{counted(num_again, 'measured run')} {are(num_again)} measured again"
@@ -33,6 +34,8 @@ def screening_lines(plan: Plan, state: SweepState) -> Iterator[str]:
         full_text = f"{len(prices):,} {are(len(prices))} measured in full"
         yield f"{full_text}, since two starts would take no less; the nearest: {nearest.text}"
     yield from _whole_step_lines(plan)
+    if config.measure.partial_steps is None:
+        yield "to measure every run in full, add measure.partial_steps=off"
 
 
 def _whole_step_lines(plan: Plan) -> Iterator[str]:
