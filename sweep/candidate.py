@@ -243,13 +243,19 @@ class Candidate:
             return self.in_full(measure)
         return self.measured_by(measure, slice=None, turn_share=1.0, few_steps=True)
 
-    def in_full(self, measure: Measure) -> "Candidate":
+    def in_full(self, measure: Measure | None) -> "Candidate":
         """The run measured in a way that confirms it, with its price: by few whole steps and then by its parts in one
         start, or by all whole steps where it has no parts, or would need two starts for them.
+
+        Args:
+            measure: how the sweep measures; None: the price does not matter and stays as it is.
         """
+        if not self.is_screened:
+            return self
+        changes: dict[str, Any] = {"few_steps": self.slice is not None}
         if self.has_two_starts:
-            return self.measured_by(measure, slice=None, turn_share=1.0)
-        return self.measured_by(measure, few_steps=self.slice is not None) if self.is_screened else self
+            changes = {"slice": None, "turn_share": 1.0}
+        return replace(self, **changes) if measure is None else self.measured_by(measure, **changes)
 
     def unless_dearer(self, measure: Measure) -> "Candidate":
         """The run measured in full, with the reason, if two starts are expected to take no less than whole steps.

@@ -37,8 +37,8 @@ Warn = Callable[[str], None]
 _COLUMN_BY_FIELD = {field: column.name for field, column in PREDICTION_COLUMNS.items()}
 """Field of a prediction -> its column, which is null where a structural rule rejects the layout."""
 SLICE_COLUMNS = ("slice", "whole_rule", "whole_reason")
-"""Columns of a plan whose runs are screened: by which parts or how few whole steps, as JSON, and the rule and the reason
-why no parts are measured. Other plans lack them."""
+"""Columns of a plan whose runs are screened: by which parts or how few whole steps, as JSON, and the rule and the
+reason why no parts are measured. Other plans lack them."""
 RUN_COLUMNS = [
     "decision", "run_id", "model", "nodes", "gpus_per_node", "seq_len", "gbs", "precision", "variant", *AXES,
     *_COLUMN_BY_FIELD.values(), *SLICE_COLUMNS,

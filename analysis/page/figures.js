@@ -77,7 +77,7 @@ function everyPoints(shown) {
   }));
   const numSuspects = points.filter(({ row }) => !mayWin(row)).length;
   const numScreened = points.filter(({ row }) => dotOf(row) === "screened").length;
-  const screenedText = numScreened ? `; hollow: ${numScreened} by parts of steps or few whole steps` : "";
+  const screenedText = numScreened ? `; hollow: ${numScreened} ${pageData.names.screened_by}` : "";
   const kindText = isPlan
     ? "that are likely to fit."
     : `that ended ok; crosses: ${numSuspects} that are suspect or stopped early${screenedText}.`;

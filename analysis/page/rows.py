@@ -46,6 +46,7 @@ from ultrabench.device_rates import NODE_RATES
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import peak_suffix
 from ultrabench.layout import AXES, NEUTRAL, TEXT_AXES
+from ultrabench.partial_step import FEW_STEPS, IN_PARTS, SCREENED_BY
 from ultrabench.result import SLOWER, UNSETTLED, Status, state, tier
 from ultrabench.routing import routing_text
 from ultrabench.sweep.config.files import files
@@ -196,7 +197,14 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
         "axes": [*AXES, *values_by_option],
         "orders": {name: _words_in_order(name, valid_table[name]) for name in AXES if name in TEXT_AXES},
         "tiers": {status: tier(status) for status in (*Status, *UNSETTLED)},
-        "names": {"ok": Status.OK, "oom": Status.OOM, "slower": SLOWER},
+        "names": {
+            "ok": Status.OK,
+            "oom": Status.OOM,
+            "slower": SLOWER,
+            "in_parts": IN_PARTS,
+            "few_steps": FEW_STEPS,
+            "screened_by": SCREENED_BY,
+        },
         "parts": [*MEMORY_PARTS],
         "sections": [asdict(section) for section in sections if section],
         "rejected": _rejected_counts(table.filter(is_rejected).select(_REJECTED_COLUMNS).to_pylist()),

@@ -43,7 +43,7 @@ function isPartial(row) {
 // How an ok row was screened, which chooses contenders, but does not say which one is the best; null if in full.
 function screening(row) {
   if (!isOk(row) || !value("screened", row)) return null;
-  return isPartial(row) ? "in parts" : "few steps";
+  return isPartial(row) ? pageData.names.in_parts : pageData.names.few_steps;
 }
 
 // How each ok row was measured, for the filters of a page on which some rows were only screened.

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import pandas as pd
 
 from ultrabench.errors import ConfigError, counted
+from ultrabench.partial_step import SCREENED_BY
 from ultrabench.result import SLOWER, Status
 from ultrabench.standing import failed_in_full
 from ultrabench.sweep.running.early_stopping import IN_FULL
@@ -37,7 +38,7 @@ def none_left(runs: pd.DataFrame, conclusion: str, noun: str = "run") -> ConfigE
     is_stopped = is_ok & runs["suspect"].isna() & (runs["stopped"] == SLOWER)
     is_screened = is_ok & runs["suspect"].isna() & ~is_stopped & runs["screened"].notna()
     reasons = [(len(suspect_runs), "suspect"), (int(is_stopped.sum()), "stopped early as slower")]
-    reasons += [(int(is_screened.sum()), "only screened, by parts of steps or few whole steps")]
+    reasons += [(int(is_screened.sum()), f"only screened, {SCREENED_BY}")]
     reasons += [(n, str(status)) for status, n in runs.loc[~is_ok, "status"].value_counts().items()]
     texts = [f"{n:,} {reason}" for n, reason in reasons if n]
     if len(suspect_runs):

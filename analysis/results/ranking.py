@@ -21,6 +21,7 @@ from ultrabench.analysis.results.schema import MODEL
 from ultrabench.column import Better
 from ultrabench.errors import ConfigError, known_text, require_known
 from ultrabench.layout import AXES
+from ultrabench.partial_step import SCREENED_BY
 from ultrabench.result import SIZE_DOUBT_CODES, SLOWER, Status, tier
 from ultrabench.standing import Repeat, Standing, failed_in_full, standings
 from ultrabench.sweep.candidate import expected_rate
@@ -75,7 +76,7 @@ def _why_unranked(rows: Sequence[Row]) -> str:
         "without a value to rank by",
         "but stopped early as slower than the best",
         "but suspect",
-        "only screened, by parts of steps or few whole steps",
+        f"only screened, {SCREENED_BY}",
     )
 
     def code(row: Row) -> int:

@@ -183,6 +183,12 @@ def only_screens(slice_: Slice | None, few_steps: bool) -> bool:
     return (slice_ is not None) != few_steps
 
 
+SCREENED_BY = "by parts of steps or few whole steps"
+"""How runs were measured that were only screened, as sentences say it of several."""
+IN_PARTS, FEW_STEPS = "in parts", "few steps"
+"""Marks of such a run in tables."""
+
+
 def screening_text(part_sizes: str | None) -> str:
     """What a start measured that only screened its run, such as `parts of 4,8 micro-batches`.
 

@@ -418,6 +418,12 @@ class RunResult:
         return bool(self.screened)
 
     @property
+    def measured_text(self) -> str:
+        """What an ok start measured, such as `whole steps`."""
+        in_full = "whole steps" if self.parts_step_time_s is None else "few whole steps, then parts"
+        return self.screening_text or in_full
+
+    @property
     def screening_text(self) -> str | None:
         """What an ok start measured that only screened its run; None where the run was measured in full."""
         return screening_text(self.measured_gas) if self.is_screened else None

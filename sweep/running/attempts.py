@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from ultrabench.kernel_config import LOG_OPTIONS, KernelConfig
 from ultrabench.layout import dominates, family
+from ultrabench.measure import Measure
 from ultrabench.result import UNMEASURED, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.standing import Standing, near_best, open_contenders
@@ -250,7 +251,7 @@ def next_attempts(
             for run in settled_runs
             if run.is_screened and has_failed_in_full(finder.attempts_by_run.get(run.run_id, ()))
         ]
-        todo += (retries := finder.starts_in_full(failed_runs, config))
+        todo += (retries := finder.starts_in_full(failed_runs, config.measure, config.repeats))
         retried_cells = {attempt.candidate.cell for attempt in retries}
         settled_runs = [run for run in settled_runs if run.cell not in retried_cells]
         best_ids = _startable_contender_ids(finder, settled_runs, config) | is_sure_by_run.keys()
@@ -267,7 +268,7 @@ def next_attempts(
                 for r in best_runs
                 if r.is_screened and num_starts <= 1 + (r.run_id in is_sure_by_run) + (r.run_id in open_ids)
             ]
-            todo += finder.starts_in_full(screened_runs, config, num_starts)
+            todo += finder.starts_in_full(screened_runs, config.measure, config.repeats, num_starts)
         full_ids = {key.run_id for key, a in state.attempts.items() if a.ok and not a.ok.is_screened}
         full_ids -= {attempt.key.run_id for attempt in todo}
         confirmed_runs = [run for run in best_runs if run.run_id in full_ids]
@@ -275,7 +276,7 @@ def next_attempts(
         todo += finder.todo_of([run for run in confirmed_runs if not run.has_two_starts], further)
         two_start_runs = [run for run in confirmed_runs if run.has_two_starts]
         for number in range(1, len(further) + 1):
-            todo += finder.starts_in_full(two_start_runs, config, number)
+            todo += finder.starts_in_full(two_start_runs, config.measure, config.repeats, number)
     todo = [attempt for attempt in todo if attempt.key not in keys_under_way]
     untried_node_counts = frozenset[int]()
     if config.launcher.control:  # one allocation of each number of nodes is tried first
@@ -293,11 +294,18 @@ def next_attempts(
     )
 
 
-def is_settled(plan: Plan, state: SweepState, accepts: Callable[[RunResult], bool] = lambda _: True) -> bool:
-    """Whether a sweep has no attempts left to submit or to wait for."""
+def attempts_of_next_launch(
+    plan: Plan, state: SweepState, accepts: Callable[[RunResult], bool] = lambda _: True
+) -> AttemptsLeft:
+    """The attempts that a launch would make now, also those that run already."""
     attempt_keys = frozenset(state.attempts)
     launch = Launch(accepts=accepts, old_attempts=attempt_keys, begun_attempts=attempt_keys)
-    return next_attempts(plan, state, launch=launch).is_over
+    return next_attempts(plan, state, launch=launch)
+
+
+def is_settled(plan: Plan, state: SweepState, accepts: Callable[[RunResult], bool] = lambda _: True) -> bool:
+    """Whether a sweep has no attempts left to submit or to wait for."""
+    return attempts_of_next_launch(plan, state, accepts).is_over
 
 
 def num_starts(run: Candidate, config: SweepConfig) -> int:
@@ -324,7 +332,14 @@ def attempts_after(
     partial_steps = state.config.get("measure", {}).get("partial_steps", "off")
     reuses_parts = is_adaptive(state) if partial_steps is None else partial_steps != "off"
     finder = _AttemptFinder(state, state.by_run(), policy, blame, launch, frozenset(), reuses_parts)
-    return finder.todo_of(runs, range(state.config["repeats"]))
+    # A start in full that has failed is tried again as such.
+    failed_in_full, others = list[Candidate](), list[Candidate]()
+    for run in runs:
+        has_failed = run.is_screened and has_failed_in_full(finder.attempts_by_run.get(run.run_id, ()))
+        (failed_in_full if has_failed else others).append(run)
+    repeats = state.config["repeats"]
+    todo = finder.todo_of(others, range(repeats))
+    return todo + finder.starts_in_full(failed_in_full, None, repeats)
 
 
 def _begun_and_proposed(
@@ -369,19 +384,19 @@ def _contender_ids(
 def _startable_contender_ids(
     finder: "_AttemptFinder", runs: Sequence[Candidate], config: SweepConfig
 ) -> frozenset[str]:
-    """The contenders of each cell; a run that cannot be started in full any more leaves its place to the next one."""
+    """The contenders of each cell; a run that cannot be started in full any more leaves its place to the next one.
+
+    A run whose starts in full are all suspect stands as one that was only screened, so that it leaves its place, too.
+    """
     rankings = [*standings_of(runs, finder.state, config.hardware.device).values()]
-    screened_runs = {
-        run.run_id: run
-        for run in runs
-        if run.is_screened
-        and not any(a.ok and not a.ok.is_screened for a in finder.attempts_by_run.get(run.run_id, ()))
-    }
+    screened_ids = {standing.run_id for ranking in rankings for standing in ranking if standing.screened}
+    screened_runs = {run.run_id: run for run in runs if run.is_screened and run.run_id in screened_ids}
     unstartable_ids = set[str]()
     while True:
         best_ids = _contender_ids(rankings, unstartable_ids)
         best_runs = [screened_runs[run_id] for run_id in best_ids & screened_runs.keys()]
-        startable_ids = {attempt.key.run_id for attempt in finder.starts_in_full(best_runs, config)}
+        starts = finder.starts_in_full(best_runs, config.measure, config.repeats)
+        startable_ids = {attempt.key.run_id for attempt in starts}
         if not (new_ids := {run.run_id for run in best_runs} - startable_ids):
             return best_ids
         unstartable_ids |= new_ids
@@ -482,11 +497,16 @@ class _AttemptFinder:
         return [attempt for attempt in next_attempts if attempt]
 
     def starts_in_full(
-        self, screened_runs: Sequence[Candidate], config: SweepConfig, number: int = 1
+        self, screened_runs: Sequence[Candidate], measure: Measure | None, num_screening: int, number: int = 1
     ) -> list[PlannedAttempt]:
-        """The attempts that start number `number` in full of these runs still needs."""
-        runs_in_full = [run.in_full(config.measure) for run in screened_runs]
-        return self.todo_of(runs_in_full, range(number - 1, number), config.repeats)
+        """The attempts that start number `number` in full of these runs still needs.
+
+        Args:
+            measure: how the sweep measures; None: the prices of the runs do not matter.
+            num_screening: number of first repeats that only screened the runs.
+        """
+        runs_in_full = [run.in_full(measure) for run in screened_runs]
+        return self.todo_of(runs_in_full, range(number - 1, number), num_screening)
 
     def _next_attempt(
         self, run: Candidate, counted_index: int, num_repeats: int, num_screening: int

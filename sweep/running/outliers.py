@@ -294,24 +294,20 @@ def _contradictions_in_cell(
 ) -> Iterator[_Contradiction]:
     """The runs of a cell whose whole steps differ from their parts by more than both intervals.
 
-    Starts that have measured both say it for a run that has such starts, if all of them contradict. It is sure if two
-    starts differ in the same direction, or if no start has measured both and whole steps of a single one differ.
+    Starts that have measured both say it for a run that has such starts, else starts by whole steps beside those by
+    parts, if all of them contradict. It is sure if two starts differ in the same direction.
     """
     attempts_by_run = defaultdict[str, list[AttemptState]](list)
     for key, attempt in attempts.items():
         attempts_by_run[key.run_id].append(attempt)
     for run_id, run_attempts in attempts_by_run.items():
-        of_starts = [*_differences_in_starts(run_attempts, state, factor)]
-        between_starts = (
-            []
-            if of_starts
-            else [*_differences_between_starts(run_id, run_attempts, state, controls_by_allocation, factor)]
-        )
-        differences = [difference for difference in of_starts if difference] or between_starts
+        of_starts = [*_differences_in_starts(run_attempts, state, factor)] or [
+            *_differences_between_starts(run_id, run_attempts, state, controls_by_allocation, factor)
+        ]
+        differences = [difference for difference in of_starts if difference]
         if differences and all(of_starts):
             num_slower = sum(difference.is_whole_slower for difference in differences)
-            num_alike = max(num_slower, len(differences) - num_slower)
-            is_sure = num_alike > 1 or (not of_starts and len(differences) == 1)
+            is_sure = max(num_slower, len(differences) - num_slower) > 1
             ratios_text = " and ".join(f"{ratio:.2f} x" for ratio in _extreme_ratios(differences))
             fact = f"whole steps of {run_id} took {ratios_text} the time by its parts"
             claim = run_attempts[0].spec_as(_CellClaim)
@@ -376,14 +372,16 @@ def _differences_between_starts(
     state: SweepState,
     controls_by_allocation: Mapping[str, Sequence[ControlRun]],
     factor: float,
-) -> Iterator[Difference]:
-    """For each start by whole steps that differs from a start by parts, how it differs from the first such one.
+) -> Iterator[Difference | None]:
+    """For each start by whole steps that can be compared, how it differs from the first start by parts that it
+    contradicts; None where it contradicts none.
 
     Times in seconds of cores that other programs use, too, may differ as much as those of control runs.
     """
     shared_tolerance = TIME_TOLERANCE * factor if factor > 1 else 0.0
     by_parts = [attempt for attempt in run_attempts if attempt.ok and attempt.ok.is_partial]
     for step in (attempt for attempt in run_attempts if attempt.ok and not attempt.ok.is_partial):
+        is_compared = False
         for part in by_parts:
             # Nodes differ; the control layout beside both shows by how much, unless it is this run itself.
             timed_part, timed_step = (_timed(a, state, controls_by_allocation) for a in (part, step))
@@ -404,6 +402,10 @@ def _differences_between_starts(
                     *ratio, whole=step.ok, parts=(part.ok,), whole_links=whole_links, part_links=part_links
                 )
                 break
+            is_compared = True
+        else:
+            if is_compared:
+                yield None
 
 
 def _link_rates(attempt: AttemptState, state: SweepState) -> dict[str, float]:

@@ -84,7 +84,8 @@ class SweepProgress:
     best: tuple[tuple[Candidate, Standing], ...]
     """The best run of each cell so far, sorted by cell."""
     unconfirmed: int
-    """Number of cells in which a run is the fastest that was only screened, so that it is not called the best."""
+    """Number of cells in which a run is the fastest that was only screened, so that it is not called the best, also
+    without a suspect start in full."""
     result_by_run: dict[str, RunResult]
     """run_id -> the result of its standing attempt, for ok runs."""
     node_warnings: tuple[str, ...]
@@ -184,7 +185,8 @@ def progress_of(
     suspect_reasons = suspects_of(run_by_id, state, device)
     rankings = standings_of(plan_runs, state, device, suspect_reasons)
     best = best_of_rankings(rankings)
-    leaders = (leader for ranking in rankings.values() for leader in near_best(ranking, 1))
+    leaders = [leader for ranking in rankings.values() for leader in near_best(ranking, 1)]
+    full_ids = {key.run_id for key, a in state.attempts.items() if a.ok and not a.ok.is_screened}
     useful_gpu_hours, wasted_by_status = gpu_hours(state, plan_runs[0].spec.gpus_per_node if plan_runs else 0)
     by_nodes = defaultdict[int, Counter[str]](Counter)
     for run in plan_runs:
@@ -232,7 +234,7 @@ def progress_of(
         eta_s=eta_s,
         runs_per_hour=_runs_per_hour(state),
         best=tuple((run_by_id[standing.run_id], standing) for standing in best.values()),
-        unconfirmed=sum(leader.screened for leader in leaders),
+        unconfirmed=sum(leader.screened and leader.run_id not in full_ids for leader in leaders),
         result_by_run={run_id: a.ok for run_id, a in attempt_by_run.items() if a.ok},
         node_warnings=tuple(warning_lines(node_warnings(state.node_facts()))),
         nodes_not_used=blame.node_lines,

@@ -31,6 +31,7 @@ from ultrabench.analysis.results.significance import (
 from ultrabench.analysis.studies.compare.other_models import other_models
 from ultrabench.errors import ConfigError, counted
 from ultrabench.layout import AXES
+from ultrabench.partial_step import SCREENED_BY
 from ultrabench.result import FAULTS, NOT_TRIED, Status
 from ultrabench.result import SLOWER as STOPPED_AS_SLOWER
 from ultrabench.variant import KERNEL_OPTIONS, option_texts
@@ -280,12 +281,15 @@ def _part_sentences(layouts: pd.DataFrame) -> Iterator[str]:
 
 
 def _screened_sentences(pairs: Sequence[tuple[list[Row], list[Row]]]) -> Iterator[str]:
-    """A sentence that counts the layouts in both tables that one of them has only screened."""
-    ok_pairs = ([[row for row in rows if row["status"] == Status.OK] for rows in pair] for pair in pairs)
-    verdicts = [[bool(rows) and all(row["screened"] for row in rows) for rows in pair] for pair in ok_pairs]
-    num_a, num_b = (sum(verdict[side] for verdict in verdicts) for side in (0, 1))
+    """A sentence that counts the layouts in both tables that A, and that B, has only screened."""
+
+    def is_only_screened(rows: Sequence[Row]) -> bool:
+        ok_rows = [row for row in rows if row["status"] == Status.OK]
+        return bool(ok_rows) and all(row["screened"] for row in ok_rows)
+
+    num_a, num_b = (sum(is_only_screened(pair[side]) for pair in pairs) for side in (0, 1))
     if num_a or num_b:
-        yield f"Only screened, by parts of steps or few whole steps: {num_a:,} of the layouts in A, {num_b:,} in B."
+        yield f"Only screened, {SCREENED_BY}: {num_a:,} of the layouts in A, {num_b:,} in B."
 
 
 def _other_variants(sides: Sequence[Mapping[_Key, list[Row]]]) -> str | None:
@@ -333,7 +337,9 @@ def _nothing_comparable(layouts: pd.DataFrame) -> str:
     fact = f"nothing to compare: {counted(len(layouts), 'layout')} in both A and B, none with a step time in both"
     todo = "compare sweeps that have ended, or see ultrabench sweep top"
     if SUSPECT in statuses:
-        todo = "suspect runs are not compared; ultrabench collect writes why each is suspect into column suspect"
+        todo = (
+            "suspect runs are not compared; ultrabench collect writes why each is suspect into column suspect"
+        )
     return f"{fact} ({'; '.join(texts)}); {todo}"
 
 

@@ -25,6 +25,7 @@ from ultrabench.analysis.results.ranking import Ranking
 from ultrabench.analysis.results.schema import MODEL
 from ultrabench.errors import ConfigError, are, counted, require_known
 from ultrabench.layout import FOLLOWING, details_of
+from ultrabench.partial_step import SCREENED_BY
 from ultrabench.result import NOT_TRIED, Status
 from ultrabench.standing import Standing
 from ultrabench.sweep.predict.predict import LIKELY_OOM
@@ -122,8 +123,10 @@ class CompetingRuns:
         reason_texts = [f"{num_runs:,} {reason}" for num_runs, reason in counts if num_runs]
         sentence = f"Runs excluded: {', '.join(reason_texts) or 'none'}."
         if self.num_screened:
-            fact = f"{self.num_screened:,} of {counted(len(self.runs), 'run')} {are(self.num_screened)} by parts of steps"
-            sentence += f" {fact} or few whole steps, whose intervals are wider."
+            fact = (
+                f"{self.num_screened:,} of {counted(len(self.runs), 'run')} {are(self.num_screened)} measured"
+            )
+            sentence += f" {fact} {SCREENED_BY}, whose intervals are wider."
         if self.num_left_out["stopped"]:
             sentence += " Only slow runs are stopped early, so a slow value may look better than it is."
             sentence += f" To measure every run in full, launch under another name= with {IN_FULL}."

@@ -276,13 +276,17 @@ def test_a_page_of_probes_draws_their_bandwidth(opened):
 def test_screened_runs_have_a_filter_and_hollow_dots(opened):
     """Runs by parts of steps may lead a cell before one is measured in full."""
     by_parts = {"measured_gas": "2,4", "screened": True}
-    rows = [run(n, **facts) for n, facts in enumerate(({}, {}, by_parts, {"screened": True}, {"suspect": "hot"}))]
+    rows = [
+        run(n, **facts) for n, facts in enumerate(({}, {}, by_parts, {"screened": True}, {"suspect": "hot"}))
+    ]
     tab = opened(table_of(*rows, run(5, **by_parts, step_time_ci95_rel=1.3)))
     script = "views.every.model.renderers.map((r) => [r.glyph.fill_alpha.value, r.data_source.data.y.length])"
     drawn(tab, "every")
     assert tab.evaluate(script) == [[0.65, 2], [0, 3], [1, 1]]
     note = text_of(tab, "#note-every")
-    assert "crosses: 1 that are suspect or stopped early; hollow: 3 by parts of steps or few whole steps" in note
+    assert (
+        "crosses: 1 that are suspect or stopped early; hollow: 3 by parts of steps or few whole steps" in note
+    )
     tab.locator(".heatmap button").first.click()
     assert "+- 100 % or more" in text_of(tab, "#runs-table")
     for kind, number in (("in parts", 2), ("few steps", 1), ("in full", 3)):

@@ -314,7 +314,16 @@ def test_the_line_of_a_finished_run_tells_mfu_memory_and_what_is_wrong_with_it()
 @pytest.mark.parametrize(("allocations", "text"), [
     ({}, "nothing was running"),
     ({"a": AllocationState(name="a")}, "what was being submitted may still start"),
-    ({"a": AllocationState(name="a"), "b": AllocationState(name="b", job={"host": "n"})}, "runs on this machine continue"),
+    ({"a": AllocationState(name="a"), "b": AllocationState(name="b", job={"host": "n"})},
+     "runs on this machine continue"),
 ])  # fmt: skip
 def test_a_launch_that_ends_by_a_signal_says_what_goes_on(allocations, text):
-    assert what_continues(SweepState(allocations=allocations), False) == text
+    sweep = SimpleNamespace(state=lambda: SweepState(allocations=allocations))
+    assert what_continues(sweep, False) == text
+
+
+def test_a_launch_that_ends_while_its_folder_is_away_says_what_jobs_do():
+    def away():
+        raise OSError("Stale file handle")
+
+    assert what_continues(SimpleNamespace(state=away), True) == "submitted jobs keep running"

@@ -24,18 +24,22 @@ def test_show_says_which_attempts_measured_parts_of_steps(ultrabench, tmp_path):
     write(folder, Launched(generation=1, config=plan.config.resolved))
     record(folder, run, **OF_PARTS)
     record(folder, run, repeat=1, parts_step_time_s=0.1)
+    record(folder, run, repeat=2)
     out = ultrabench("sweep", "show", run.run_id)[1]
     assert re.search(r"^screened by +parts of 2,4 micro-batches$", out, re.MULTILINE)
     assert "{" not in out, "no column of a plan is shown as JSON"
     rows = out.partition("\nattempts")[2].splitlines()
-    assert [("parts of 2,4 micro-batches" in row, "whole steps" in row) for row in rows if " ok " in row] == [
-        (True, False), (False, True),
-    ]  # fmt: skip
+    measured = ("parts of 2,4 micro-batches", "few whole steps, then parts", " whole steps")
+    assert [next(text for text in measured if text in row) for row in rows if " ok " in row] == [*measured]
 
 
 def test_show_says_that_a_program_starts_twice(ultrabench, tmp_path):
     """The words of its command are those of the start, whose steps have fewer micro-batches."""
-    program = ("launcher=slurm", "kernel=command", "kernel.command=[python,train.py,'--gas={gas}','--gbs={gbs}']")
+    program = (
+        "launcher=slurm",
+        "kernel=command",
+        "kernel.command=[python,train.py,'--gas={gas}','--gbs={gbs}']",
+    )
     plan = make_plan(load_config([*BY_PARTS, *program, "measure.partial_steps=[2,4]"]))
     folder = make_folder(tmp_path / "results" / "two", sweep_json_of(plan.config, {}), plan.candidates)
     write(folder, Launched(generation=1, config=plan.config.resolved))
@@ -59,12 +63,18 @@ def test_status_prices_starts_in_full_and_is_not_over_before_them(ultrabench, tm
         record(folder, run, step_times_s=(1.0 + number,) * 6, **OF_PARTS)
     screened = as_json(ultrabench, "sweep", "status")
     price = screened["price"]
-    assert (screened["settled"], screened["over"]) == (len(plan.runs), False)
+    assert (screened["settled"], screened["over"], screened["starts_left"]) == (len(plan.runs), False, 1)
+    assert screened["eta_s"] is None
+    assert as_json(ultrabench, "sweep", "list")[0]["activity"] == "stopped"
     assert price["expected_gpu_hours"] > price["spent_gpu_hours"]
     assert screened["standing"].startswith("Nothing is running. To continue: ultrabench sweep resume")
     out = ultrabench("sweep", "status")[1]
-    assert "All runs are settled; starts that confirm the best of each cell are left." in out
-    assert "in 1 cell the fastest run was only screened, and is measured in full before" in " ".join(out.split())
+    assert (
+        "All runs have a result; 1 start is left: repeats, starts in full, or measurements in doubt." in out
+    )
+    assert "in 1 cell the fastest run was only screened, and is measured in full before" in " ".join(
+        out.split()
+    )
     record(folder, plan.runs[0], repeat=1, step_times_s=(1.0,) * 6)
     over = as_json(ultrabench, "sweep", "status")
     assert (over["over"], over["standing"]) == (True, None)

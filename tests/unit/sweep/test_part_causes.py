@@ -66,10 +66,18 @@ def test_starts_that_contradict_in_opposite_directions_are_not_sure(ratios, is_s
 
 
 def test_starts_of_whole_steps_that_contradict_other_starts_are_sure_in_one_direction():
-    for second, is_sure in ((1.3, True), (0.7, False)):
+    """A single start decides nothing, and one that agrees with the parts withdraws the doubt."""
+    for others, expected in (
+        ((), False),
+        ((1.3,), True),
+        ((0.7,), False),
+        ((1.0,), None),
+        ((1.3, 1.0), None),
+    ):
         state = measured(all_by_parts(), RUNS[0], 1.25, parts=False, repeat=1)
-        measured(state, RUNS[0], second, parts=False, repeat=2)
-        assert contradicted_runs(state, "cuda") == {RUNS[0].run_id: is_sure}
+        for repeat, ratio in enumerate(others, 2):
+            measured(state, RUNS[0], ratio, parts=False, repeat=repeat)
+        assert contradicted_runs(state, "cuda").get(RUNS[0].run_id) is expected, others
 
 
 def difference(ratio=1.3, whole=None, parts=({},), **words):

@@ -19,6 +19,7 @@ from ultrabench.cli.sweep.screening import screening_lines
 from ultrabench.layout import Layout, dominates
 from ultrabench.partial_step import Departure, Slice
 from ultrabench.result import SLOWER, Status, doubt_text
+from ultrabench.store.events import Launched
 from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep import plan as sweep_plan
@@ -207,7 +208,9 @@ def test_parts_choose_and_whole_steps_confirm():
     assert [t.key for t in next_of(state)] == [key_of(RUNS[2], 1)]
 
 
-UNCONFIRMED = "in 1 cell the fastest run was only screened, and is measured in full before it is called the best"
+UNCONFIRMED = (
+    "in 1 cell the fastest run was only screened, and is measured in full before it is called the best"
+)
 
 
 def shown(state):
@@ -264,6 +267,35 @@ def test_whole_steps_that_fail_confirm_nothing():
     assert next_of(state) == ()
     assert progress_of("s", RUNS, state, "cpu").unconfirmed == 0, "no cell waits for what does not come"
     assert "the fastest run was only screened" not in shown(state)
+
+
+def test_a_contender_whose_starts_in_full_are_suspect_leaves_its_place_to_the_next():
+    state, throttled = all_by_parts(), {"parts": False, "throttled": "software thermal slowdown"}
+    measured(state, RUNS[0], 1.0, repeat=1, **throttled)
+    measured(state, RUNS[1], 1.03, parts=False, repeat=1)
+    assert planned(state, PARTS) == [(0, 2, True)], "it is measured once more"
+    measured(state, RUNS[0], 1.0, repeat=2, **throttled)
+    assert (planned(state, PARTS), best_of(state)) == ([], [RUNS[1].run_id])
+    alone = all_by_parts()
+    for repeat in (1, 2):
+        measured(alone, RUNS[0], 1.0, repeat=repeat, **throttled)
+    assert planned(alone, PARTS) == [(1, 1, True)]
+    measured(alone, RUNS[1], 1.03, repeat=1, **throttled)
+    measured(alone, RUNS[1], 1.03, repeat=2, **throttled)
+    assert planned(alone, PARTS) == [(2, 1, True)]
+    measured(alone, RUNS[2], 1.5, parts=False, repeat=1)
+    assert best_of(alone) == [RUNS[2].run_id]
+    assert progress_of("s", RUNS, alone, "cpu").unconfirmed == 0, "nothing more comes"
+
+
+def test_a_start_in_full_that_is_tried_again_is_not_settled():
+    state = all_by_parts()
+    state.launched = Launched(generation=1, config=PARTS.config.resolved)
+    told(state, RUNS[0], Status.OOM, 1)
+    progress = progress_of("s", RUNS, state, "cpu", frozenset())
+    assert (progress.left, [*progress.pause_by_key]) == (1, [key_of(RUNS[0], 1)])
+    told(state, RUNS[0], Status.OOM, 1, 1, confirmed=True)
+    assert progress_of("s", RUNS, state, "cpu", frozenset()).left == 0
 
 
 def test_whole_steps_that_no_agent_survives_do_not_keep_the_others_waiting():
@@ -457,7 +489,8 @@ def test_whole_steps_that_contradict_their_parts_make_the_parts_of_the_cell_susp
     assert text.startswith(
         f"whole steps of {RUNS[0].run_id} took 1.25 x the time by its parts, interval 2.8%: nothing measured"
     )
-    todo = next_of(contradicted(2.5))
+    assert planned(contradicted(2.5), PARTS) == [(0, 2, True)], "one start may be slow by chance"
+    todo = next_of(measured(contradicted(2.5), RUNS[0], 2.4, parts=False, repeat=2))
     assert {t.key.run_id for t in todo} == {run.run_id for run in RUNS[1:]}, "all others are measured whole"
     assert not any(t.candidate.slice for t in todo)
 
@@ -678,8 +711,12 @@ def test_a_plan_says_what_is_measured_by_parts_and_why_others_are_not():
     _, *lines = screening_lines(fewer, SweepState())
     first_reason = next(run.whole_steps.reason for run in fewer.runs if run.whole_steps)
     num_few = sum(run.whole_steps is not None for run in fewer.runs)
-    assert lines[0] == f"{num_few} are screened by 6 whole steps, the first since {first_reason}", "one line for one rule"
-    assert lines[1:] == ["to have the reason of each: ultrabench sweep plan -o FILE.parquet (column whole_reason)"]
+    assert lines[0] == f"{num_few} are screened by 6 whole steps, the first since {first_reason}", (
+        "one line for one rule"
+    )
+    assert lines[1:] == [
+        "to have the reason of each: ultrabench sweep plan -o FILE.parquet (column whole_reason)"
+    ]
     for settings in ((), (ADAPTIVE, "trace=true"), (ADAPTIVE, "measure.partial_steps=off")):
         plan = make_plan(load_config([*IN_PARTS, *settings]))
         assert [*screening_lines(plan, SweepState())] == []
@@ -702,10 +739,11 @@ def test_a_plan_of_whole_steps_says_that_runs_are_measured_again():
         measured(state, run, STEP_S, parts=True)
     confirmed(state, RUNS[1], STEP_S, STEP_S)
     measured(state, RUNS[2], STEP_S, parts=False)
-    again = [line for line in screening_lines(make_plan(load_config(IN_PARTS)), state)]
-    assert again == [
-        "2 measured runs are measured again: parts of steps do not count under measure.partial_steps=off"
-    ]
+    again = [*screening_lines(make_plan(load_config(IN_PARTS)), state)]
+    assert again == ["2 measured runs are measured again in full: measure.partial_steps=off"]
+    traced = make_plan(load_config([*IN_PARTS, "measure.partial_steps=auto", "trace=true"]))
+    first = next(screening_lines(traced, state))
+    assert first == "1 measured run is measured again in full: trace=true, which shows a whole step"
     assert not any("again" in line for line in screening_lines(PARTS, state))
 
 

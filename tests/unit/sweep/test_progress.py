@@ -195,7 +195,7 @@ def test_the_health_of_nodes_is_warned_of_once_for_each_check():
     ]
     assert [*now.node_warnings] == lines
     page = io.StringIO()
-    Console(file=page, width=1000).print(status_view(Snapshot(now)))
+    Console(file=page, width=1000).print(status_view(Snapshot(now, "done")))
     assert [line for line in page.getvalue().splitlines() if "warning" in line] == [
         f"warning: {line}" for line in lines
     ]

@@ -102,7 +102,9 @@ def test_longer_starts_than_predicted_make_two_of_them_too_dear():
 def test_programs_that_no_part_stands_for_are_measured_in_full(overrides, reason):
     plan = plan_of(*overrides)
     assert not any(run.is_screened for run in plan.runs)
-    assert all(reason in run.whole_steps.reason for run in plan.runs), {run.whole_steps.reason for run in plan.runs}
+    assert all(reason in run.whole_steps.reason for run in plan.runs), {
+        run.whole_steps.reason for run in plan.runs
+    }
 
 
 def test_files_tell_a_program_the_size_of_its_steps():
@@ -153,8 +155,13 @@ def test_after_a_contradiction_the_other_runs_are_measured_in_full():
     within = measured(SweepState(), RUNS[0], 1.0, parts=True)
     measured(within, RUNS[0], 1.044, parts=False, repeat=1)
     assert not suspect_attempts(within, device="cuda"), "the start with whole steps may differ, too"
-    todo = next_attempts(PLAN, state).todo
-    assert [(t.key, t.candidate.is_screened) for t in todo] == [(key_of(RUNS[1], 1), False)]
+
+    def todo():
+        return [(t.key, t.candidate.is_screened) for t in next_attempts(PLAN, state).todo]
+
+    assert todo() == [(key_of(RUNS[0], 2), False)], "one start may be slow by chance"
+    measured(state, RUNS[0], 2.4, parts=False, repeat=2)
+    assert todo() == [(key_of(RUNS[1], 1), False)]
 
 
 def test_the_plan_file_keeps_two_starts(tmp_path):

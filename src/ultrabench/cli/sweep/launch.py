@@ -18,7 +18,7 @@ from ultrabench.cli.sweep.screening import screening_lines
 from ultrabench.cli.sweep.tracking import require_tracker, tracked
 from ultrabench.cli.tables import can_ask, say, show, warn
 from ultrabench.column import GPU_HOURS
-from ultrabench.errors import counted
+from ultrabench.errors import UltrabenchError, counted
 from ultrabench.launchers.allocation_ends import interrupt
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.doctor.acceptance import acceptance_warning
@@ -35,7 +35,7 @@ from ultrabench.launchers.reconcile import Reconciler
 from ultrabench.launchers.required_programs import require_checkpoint_folder, require_local, require_program
 from ultrabench.launchers.starters import starter_warnings
 from ultrabench.processes import own_name
-from ultrabench.result import ANSWERS, UNSETTLED, RunResult, Status
+from ultrabench.result import ANSWERS, UNSETTLED, Status
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.jobs_seen import sees
 from ultrabench.store.journal import read_journal
@@ -44,7 +44,6 @@ from ultrabench.store.lease import living_launchers
 from ultrabench.store.state import SweepState, fold
 from ultrabench.store.sweep_json import find_sweep_json
 from ultrabench.sweep.config.load import load_config
-from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.remedy import same_commands
 from ultrabench.sweep.running.attempts import is_settled
 from ultrabench.sweep.running.cheaper import savings
@@ -64,6 +63,8 @@ TERMINATING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 """Signals by which others end a launch, as when its terminal is gone."""
 ENDING_SIGNALS = (signal.SIGINT, *TERMINATING_SIGNALS)
 """All signals that end a launch."""
+NOTHING_RUNNING = "nothing was running"
+"""What goes on after a launch whose jobs have all ended."""
 
 
 def run_launch(
@@ -211,7 +212,7 @@ def first_lines(sweep: OpenSweep, price: Price) -> Iterator[str]:
     cost_text, (low, high) = GPU_HOURS.brief_text(price.gpu_hours), map(GPU_HOURS.bare_text, price.interval)
     interval_text = f" ({low} to {high})" if price.jobs and config.kernel.is_predictable else ""
     yield f"{config.name}: {left_text}, {cost_text} predicted{interval_text}, in {sweep.folder.path}"
-    if progress.left:
+    if price.jobs:
         yield from screening_lines(sweep.plan, state)
     if not any(run.fits for run in runs):
         yield "no run is predicted to fit into the memory of a rank"
@@ -289,8 +290,10 @@ def _report_interruption(sweep: OpenSweep, launcher: Launcher, signal_number: in
     if jobs_continue or signal_number != signal.SIGINT:
         signal_name = signal.Signals(signal_number).name
         signal_text = "" if signal_number == signal.SIGINT else f"ended by {signal_name}: "
-        jobs_text = what_continues(sweep.state(), jobs_continue)
-        next_text = f"To follow again: {next_command}; to end them: ultrabench sweep cancel {display_name}"
+        jobs_text = what_continues(sweep, jobs_continue)
+        next_text = f"To follow again: {next_command}"
+        if jobs_text != NOTHING_RUNNING:
+            next_text += f"; to end them: ultrabench sweep cancel {display_name}"
         message = f"{signal_text}stopped following the sweep; {jobs_text}. {next_text}"
     else:
         end_text = "interrupted"
@@ -306,12 +309,17 @@ def _report_interruption(sweep: OpenSweep, launcher: Launcher, signal_number: in
     return 128 + signal_number
 
 
-def what_continues(state: SweepState, jobs_continue: bool) -> str:
+def what_continues(sweep: OpenSweep, jobs_continue: bool) -> str:
     """What goes on after a launch has ended by a signal, as far as the journal knows of jobs and agents."""
-    open_ones = [allocation for allocation in state.allocations.values() if allocation.ended is None]
+    continuing_text = "submitted jobs keep running" if jobs_continue else "runs on this machine continue"
+    try:
+        allocations = sweep.state().allocations.values()
+    except (OSError, UltrabenchError):  # the disk may be why the user ends the launch
+        return continuing_text
+    open_ones = [allocation for allocation in allocations if allocation.ended is None]
     if any(allocation.job or allocation.agents for allocation in open_ones):
-        return "submitted jobs keep running" if jobs_continue else "runs on this machine continue"
-    return "what was being submitted may still start" if open_ones else "nothing was running"
+        return continuing_text
+    return "what was being submitted may still start" if open_ones else NOTHING_RUNNING
 
 
 def _leave_in_background(folder: SweepFolder) -> int:

@@ -16,9 +16,10 @@ def screening_lines(plan: Plan, state: SweepState) -> Iterator[str]:
     config = plan.config
     setting = partial_steps_of(config)
     setting_text = setting if isinstance(setting, str) else f"[{setting[0]},{setting[1]}]"
-    if num_again := len(runs_with_too_little(plan, state)):
-        fact = f"{counted(num_again, 'measured run')} {are(num_again)} measured again"
-        yield f"{fact}: parts of steps do not count under measure.partial_steps={setting_text}"
+    if runs_again := runs_with_too_little(plan, state):
+        reasons = [run.whole_steps.reason for run in runs_again if run.whole_steps]
+        reason = reasons[0] if reasons else f"measure.partial_steps={setting_text}"
+        yield f"{counted(len(runs_again), 'measured run')} {are(len(runs_again))} measured again in full: {reason}"
     if setting == "off":
         return
     num_parts = sum(run.slice is not None for run in plan.runs)

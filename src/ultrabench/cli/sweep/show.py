@@ -81,7 +81,15 @@ def show_run(id_or_rank: str, sweep: str | None, as_json: bool, results_dir: Pat
     )
     is_any_screened = any(a.result and a.result.is_screened for a in attempts)
     measured_headings = ("measured",) if is_any_screened else ()
-    result_headings = ("status", *measured_headings, step_heading, loss_heading, duration_heading, "on", "reason")
+    result_headings = (
+        "status",
+        *measured_headings,
+        step_heading,
+        loss_heading,
+        duration_heading,
+        "on",
+        "reason",
+    )
     attempt_rows = [_attempt_cells(a, with_screening=is_any_screened) for a in attempts]
     show(
         Text(f"run {run_id} of {folder.name}", "bold"),
@@ -123,7 +131,10 @@ def _start(
 def _is_screening(attempts: Sequence[AttemptState]) -> bool:
     """Whether the latest attempt screens its run, or the first one will."""
     latest_result = attempts[-1].result if attempts else None
-    return latest_result.is_screened if latest_result else not any(a.ok for a in attempts)
+    if attempts and (latest_ok := attempts[-1].ok):
+        return latest_ok.is_screened
+    # A lost attempt does not say what it was to measure.
+    return bool(latest_result and latest_result.is_screened) or not any(attempt.ok for attempt in attempts)
 
 
 def _unused_nodes(state: SweepState, attempts: Sequence[AttemptState]) -> dict[str, str]:
@@ -211,7 +222,7 @@ def _attempt_cells(attempt: AttemptState, *, with_screening: bool) -> Iterator[o
         return
     yield Text(result.status, style_of(result.status, result.stopped == SLOWER))
     if with_screening:
-        yield (result.screening_text or "whole steps") if attempt.ok else None
+        yield result.measured_text if attempt.ok else None
     yield with_unit("step_time_s", median(result.step_times_s) if result.step_times_s else None)
     yield None if result.loss_final is None else column_of("loss_final").unit.exact_text(result.loss_final)
     yield with_unit("duration_s", result.duration_s)

@@ -1,5 +1,6 @@
 """`ultrabench sweep status` shows the progress of a sweep."""
 
+import contextlib
 import errno
 import os
 import time
@@ -15,7 +16,7 @@ from ultrabench.cli.sweep.control import launched_config
 from ultrabench.cli.sweep.live import panel
 from ultrabench.cli.tables import output_console, print_json, show, three_digits, warn
 from ultrabench.column import GPU_HOURS
-from ultrabench.errors import counted
+from ultrabench.errors import UltrabenchError, are, counted
 from ultrabench.store.events import EndCode
 from ultrabench.store.folder import SweepFolder, last_written_s
 from ultrabench.store.identity import lines_of_new_copy
@@ -26,7 +27,7 @@ from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.plan_table import read_rows, runs_of
-from ultrabench.sweep.running.attempts import is_settled
+from ultrabench.sweep.running.attempts import attempts_of_next_launch
 from ultrabench.sweep.running.price import price_of
 from ultrabench.sweep.running.progress import SweepProgress, progress_of
 
@@ -43,6 +44,8 @@ REASON_BY_ACTIVITY = {
     "stopped": "Nothing is running. To continue: ultrabench sweep resume {sweep}",
 }
 """What a sweep does -> why nothing new starts in it; None where it is over, or a launcher submits its jobs."""
+FOLLOWED = ("followed", "waiting", "disk", "starting")
+"""Keys of REASON_BY_ACTIVITY of a sweep that a launcher follows."""
 MAX_START_S = 90.0
 """Seconds without a new line in the journal after which a launch has failed that has not written its plan."""
 PROBE_BYTES = 65536
@@ -56,8 +59,7 @@ def show_status(folder: SweepFolder, watch: bool, as_json: bool) -> None:
     snapshots = _snapshots(folder, watch)
     if as_json:
         for snapshot in snapshots:
-            document = snapshot.progress.as_json() | {"over": snapshot.is_over, "standing": snapshot.idle_reason}
-            document |= {"price": snapshot.prices.as_json()} if snapshot.prices else {}
+            document = snapshot.as_json()
         print_json(document)
     elif watch and not output_console().is_terminal:
         shown_counts = None
@@ -109,30 +111,62 @@ class Prices(NamedTuple):
         return f"{text}; cost {', '.join(costs)}"
 
 
+def num_starts_left(
+    folder: SweepFolder, runs: Sequence[Candidate], state: SweepState, progress: SweepProgress
+) -> int:
+    """Number of starts that a sweep still needs although all its runs have a result: repeats, starts in full, doubts.
+
+    It is 0 where a run has no result yet, and where the configuration of the latest launch cannot be read.
+    """
+    if not progress.left and runs:
+        with contextlib.suppress(UltrabenchError):
+            plan = Plan(config=launched_config(folder, state), candidates=tuple(runs))
+            left = attempts_of_next_launch(plan, state)
+            return len(left.todo) + left.num_waiting
+    return 0
+
+
+def _prices(
+    folder: SweepFolder,
+    runs: Sequence[Candidate],
+    state: SweepState,
+    progress: SweepProgress,
+    *,
+    is_over: bool,
+) -> Prices | None:
+    """The prices of a sweep; None where no launch has recorded the one that it asked about."""
+    if state.asked_gpu_hours is None or not runs:
+        return None
+    config = launched_config(folder, state)
+    spent = progress.useful_gpu_hours + progress.wasted_gpu_hours
+    rest = 0.0 if is_over else price_of(Plan(config=config, candidates=tuple(runs)), state).gpu_hours
+    return Prices(*state.asked_gpu_hours, spent, spent + rest, config.price_per_gpu_hour)
+
+
 class Snapshot(NamedTuple):
     """What a look at a sweep shows."""
 
     progress: SweepProgress
+    activity: str
+    """A key of REASON_BY_ACTIVITY."""
     idle_reason: str | None = None
     """Why nothing new starts; None where it is over, or a launcher submits its jobs."""
     prices: Prices | None = None
-    is_over: bool = True
-    """Whether no start is left, also none that confirms the best runs."""
+    num_starts_left: int = 0
+    """What `num_starts_left` returns."""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to measure, and no launcher follows the sweep any more."""
+        return self.activity == "done"
 
-def _rest(
-    folder: SweepFolder, runs: Sequence[Candidate], state: SweepState, progress: SweepProgress
-) -> tuple[bool, Prices | None]:
-    """Whether nothing is left to measure, also no start that confirms the best runs, and the prices of a sweep; None
-    where no launch has recorded the one that it asked about."""
-    if state.asked_gpu_hours is None or not runs:
-        return not progress.left, None
-    config = launched_config(folder, state)
-    plan = Plan(config=config, candidates=tuple(runs))
-    is_over = not progress.left and is_settled(plan, state)
-    spent = progress.useful_gpu_hours + progress.wasted_gpu_hours
-    rest = 0.0 if is_over else price_of(plan, state).gpu_hours
-    return is_over, Prices(*state.asked_gpu_hours, spent, spent + rest, config.price_per_gpu_hour)
+    def as_json(self) -> dict[str, Any]:
+        """The document of `sweep status --json`."""
+        document = self.progress.as_json() | {"over": self.is_over, "standing": self.idle_reason}
+        document["starts_left"] = self.num_starts_left
+        if self.num_starts_left:
+            document["eta_s"] = None  # that of the runs without a result is 0
+        return document | ({"price": self.prices.as_json()} if self.prices else {})
 
 
 def _snapshots(folder: SweepFolder, watch: bool) -> Iterator[Snapshot]:
@@ -143,7 +177,7 @@ def _snapshots(folder: SweepFolder, watch: bool) -> Iterator[Snapshot]:
     sweep_json, journal_reader, fold = read_sweep_json(folder), JournalReader(folder.journal, warn), Fold()
     fold.add(lines_of_new_copy(folder))
     read_plan_ns, runs, priced_at = -1, list[Candidate](), (-1, -1, -1)
-    is_over, prices = False, None
+    num_left, prices = 0, None
     while True:
         state = fold.add(journal_reader.poll())
         plan_ns = folder.plan.stat().st_mtime_ns if folder.plan.exists() else 0
@@ -155,30 +189,35 @@ def _snapshots(folder: SweepFolder, watch: bool) -> Iterator[Snapshot]:
         num_ended = sum(attempt.result is not None for attempt in state.attempts.values())
         facts = num_ended, read_plan_ns, progress.left
         if facts != priced_at:  # an adaptive search takes a while to foresee
-            priced_at, (is_over, prices) = facts, _rest(folder, runs, state, progress)
-        reason = REASON_BY_ACTIVITY["starting" if is_starting else activity(folder, progress, state, is_over)]
+            priced_at, num_left = facts, num_starts_left(folder, runs, state, progress)
+            prices = _prices(folder, runs, state, progress, is_over=not (progress.left or num_left))
+        now = "starting" if is_starting else activity(folder, progress, state, num_left)
+        reason = REASON_BY_ACTIVITY[now]
         if reason:
             words = {"refusal": _refusal(state), "disk": disk_problem(folder.path)}
             reason = reason.format(sweep=folder.display_name, **words)
-        yield Snapshot(progress, reason, prices, is_over)
-        if not watch or (is_over and not is_starting):
+        yield Snapshot(progress, now, reason, prices, num_left)
+        # Repeats that nobody makes are waited for as little as those of a sweep that is over: a resume makes them.
+        if not watch or not (progress.left or now in FOLLOWED):
             return
         time.sleep(WATCH_INTERVAL_S)
 
 
-def activity(
-    folder: SweepFolder, progress: SweepProgress, state: SweepState, is_over: bool | None = None
-) -> str:
+def activity(folder: SweepFolder, progress: SweepProgress, state: SweepState, num_left: int) -> str:
     """What a sweep does now, as a key of REASON_BY_ACTIVITY.
 
     Args:
-        is_over: whether no start is left; None: as far as settled runs say it.
+        num_left: what `num_starts_left` returns.
     """
-    if not progress.left if is_over is None else is_over:
-        return "done"
+    is_followed = living_launchers(folder) and not lines_of_new_copy(
+        folder
+    )  # a copy has the leases of its original
+    if not (progress.left or num_left):
+        # A launcher knows of more, such as runs that it measures again (--reuse), or a control run that ends a job.
+        return "followed" if is_followed else "done"
     if state.paused or state.cancelled:
         return "paused" if state.paused else "cancelled"
-    if living_launchers(folder) and not lines_of_new_copy(folder):  # a copy has the leases of its original
+    if is_followed:
         if disk_problem(folder.path):
             return "disk"
         return "waiting" if _refusal(state) else "followed"
@@ -228,11 +267,12 @@ def _refusal(state: SweepState) -> str | None:
 def status_view(snapshot: Snapshot, *, with_bar: bool = False) -> Group:
     """What `sweep status` shows: why nothing new starts, if so, the panel, a line for each node count, prices, and
     warnings."""
-    progress, idle_reason, prices, is_over = snapshot
+    progress, idle_reason, prices = snapshot.progress, snapshot.idle_reason, snapshot.prices
     num_settled = progress.settled_by_nodes
     reason_line = [Text(idle_reason, style="yellow")] if idle_reason else []
-    if not progress.left and not is_over:
-        reason_line.append(Text("All runs are settled; starts that confirm the best of each cell are left."))
+    if num_left := snapshot.num_starts_left:
+        fact = f"All runs have a result; {counted(num_left, 'start')} {are(num_left)} left"
+        reason_line.append(Text(f"{fact}: repeats, starts in full, or measurements in doubt."))
     # Lines for the numbers of nodes, because a table of all statuses would not fit a narrow terminal.
     node_lines = (Text(_nodes_line(n, counts, num_settled[n])) for n, counts in progress.by_nodes.items())
     warnings = (Text(f"warning: {line}", "yellow") for line in progress.node_warnings)

@@ -13,7 +13,7 @@ from rich.text import Text
 from ultrabench.analysis.results.columns import RATE, column_of
 from ultrabench.analysis.results.numbers import with_unit
 from ultrabench.cli.sweep.control import launched_config
-from ultrabench.cli.sweep.status import activity
+from ultrabench.cli.sweep.status import activity, num_starts_left
 from ultrabench.cli.tables import can_ask, duration_text, print_json, say, show, table, warn
 from ultrabench.errors import ClusterError, ConfigError, SweepFolderError, counted
 from ultrabench.launchers.allocation_ends import live_allocations, open_allocations
@@ -103,8 +103,10 @@ def _sweep_summary(folder: SweepFolder) -> SweepSummary:
     state = fold([*lines, *lines_of_new_copy(folder)])
     runs = [*runs_of(sweep_json, read_rows(folder.plan, runs_only=True, warn=warn), state)]
     progress = progress_of(folder.name, runs, state, sweep_json.hardware.device)
+    num_left = num_starts_left(folder, runs, state, progress)
     return SweepSummary(
-        folder=folder, num_cells=len(by_cell(runs)), progress=progress, activity=activity(folder, progress, state),
+        folder=folder, num_cells=len(by_cell(runs)), progress=progress,
+        activity=activity(folder, progress, state, num_left),
         age_s=max(0.0, time.time() - last_written_s(folder.path)),
     )  # fmt: skip
 

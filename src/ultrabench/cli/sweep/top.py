@@ -20,6 +20,7 @@ from ultrabench.analysis.results.rows import Row
 from ultrabench.analysis.results.selected_rows import open_rows
 from ultrabench.cli.tables import print_json, say, show, style_of, table, warn
 from ultrabench.hardware import peak_suffix
+from ultrabench.partial_step import FEW_STEPS, IN_PARTS
 from ultrabench.result import SLOWER, Status, state
 from ultrabench.routing import routing_text
 from ultrabench.store.folder import SweepFolder
@@ -37,8 +38,6 @@ SHOWN_AS = {
 """Column of the results -> column of the table that shows it; another column that is ranked by is added."""
 COLUMN_BY_MARK = {"best": "best", "as good": "as_good_as_best", "suspect": "suspect"}
 """Mark of an ok run -> the column that says whether it has this mark; the first mark of a run is shown."""
-IN_PARTS, FEW_STEPS = "in parts", "few steps"
-"""Further marks of an ok run that was only screened: its numbers are those of parts of steps, or of few whole steps."""
 _TEXT_COLUMNS = ("environment", "layout", "status", "run id")
 """Columns of the table that hold texts."""
 CELL_COLUMNS = [*(name for name in PANEL_COLUMNS if name != "routing"), "num_params"]

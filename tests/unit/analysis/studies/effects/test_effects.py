@@ -398,5 +398,5 @@ def test_runs_that_were_only_screened_are_counted():
     assert "parts of steps" not in competing(table_of(*rows)).note
     for screened_row in rows[:6]:
         screened_row |= {"screened": True, "measured_gas": "2,4"}
-    sentence = "6 of 40 runs are by parts of steps or few whole steps, whose intervals are wider."
+    sentence = "6 of 40 runs are measured by parts of steps or few whole steps, whose intervals are wider."
     assert sentence in competing(table_of(*rows)).note
