@@ -1,12 +1,12 @@
 """Steps of few micro-batches stand for whole steps: how exact that is on CPUs, and what it saves on paper.
 
 `nice -n -15 python benchmarks/partial_steps.py ROWS.jsonl` measures 60 layouts of three cells with 32 to 128
-micro-batches a step, about two hours on two cores. Each layout is started twice. A start is one set of forked ranks,
-each bound to a core, with whole steps on both sides of blocks of turns of parts (whole, g1, g2, g2, g1, ..., whole,
-...), so that a machine that slows down changes both. Micro-batches are as short as they can be, so that a block takes
-seconds: the speed of a VM's core changes as fast. After the first block g2 is 3 * g1, as it becomes in runs whose
-interval misses its target. ROWS.jsonl gets a line for each start, first one of all layouts; the same command continues
-after an interruption. `--quick` measures two layouts of each cell.
+micro-batches a step, about an hour on two cores. A start is one set of forked ranks, each bound to a core, with whole
+steps on both sides of blocks of turns of parts (whole, g1, g2, g2, g1, ..., whole, ...), so that a machine that slows
+down changes both. Micro-batches are as short as they can be, so that a block takes seconds: the speed of a VM's core
+changes as fast. After the first block g2 is 3 * g1, as it becomes in runs whose interval misses its target. ROWS.jsonl
+gets a line for each start; the same command continues after an interruption. `--starts 2` starts each layout once more,
+after all others, where other VMs slow the cores down. `--quick` measures two layouts of each cell.
 
 `--paper` takes the errors of these rows and computes GPU hours of searches; see partial_replay.py.
 """
@@ -75,7 +75,7 @@ BLOCK_SHARE = 2.0
 through parts is less certain than as long a whole step."""
 TARGET = 0.01
 """Half-width of the interval by the turns at which no more blocks are measured, as in `measure=default`."""
-MEASURED_S, STARTS = 50.0, 2
+MEASURED_S, STARTS = 50.0, 1
 """Seconds after which no further block of a start begins, and starts of each layout; `--seconds` and `--starts` give
 others."""
 TIMEOUT_S = 400.0

@@ -31,7 +31,7 @@ MAX_DEPARTURES = 3
 """Number of runs of a kind that measure a third size, if fewer leave the departure uncertain."""
 DEPARTURE_SD = 0.05
 """Standard deviation of the departures that kinds of runs are expected to have. By whole steps beside parts, those of
-layouts on CPUs differed by 0 to 3 % beyond their noise (docs/design/prediction.md); GPUs were not measured."""
+layouts on CPUs differed by 0.5 to 3 % beyond their noise (docs/design/prediction.md); GPUs were not measured."""
 _NORMAL = NormalDist()
 _ONE_SIDED = _NORMAL.inv_cdf(0.95)
 
