@@ -72,7 +72,7 @@ def auto_slice(layout: Layout) -> Slice | WholeSteps:
     g1 = linear_from(layout)
     g2, third = 2 * g1, 3 * g1
     if layout.gas < MIN_STEPS_RATIO * g2:
-        fact = f"gas={layout.gas} is less than {MIN_STEPS_RATIO} * {g2} micro-batches"
+        fact = f"gas={layout.gas} is less than {MIN_STEPS_RATIO} * g2 = {MIN_STEPS_RATIO * g2}"
         return WholeSteps(FEW_MICROBATCHES, fact)
     refusal = next((reason for size in (g1, g2, third) if (reason := size_refusal(layout, size))), None)
     can_widen = layout.gas >= MIN_STEPS_RATIO * third
@@ -124,7 +124,7 @@ def size_refusal(layout: Layout, size: int) -> WholeSteps | None:
 
 def _size_refusals(layout: Layout, size: int) -> Iterator[str]:
     part = replace(layout, gas=size)
-    yield from schedule_refusals(part)
+    yield from (f"a step of {size} micro-batches: {reason}" for reason in schedule_refusals(part))
     if size < (least_size := linear_from(layout)):
         pipeline_text = f"{layout.pp_schedule} with pp={layout.pp}" if layout.pp > 1 else "pp=1"
         yield f"{pipeline_text} needs {least_size} micro-batches; {size} given"

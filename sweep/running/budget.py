@@ -16,6 +16,7 @@ from ultrabench.sweep.config.sweep_file import entries_of
 from ultrabench.sweep.plan import Plan, ReportProgress, planned_cells, with_strategy
 from ultrabench.sweep.predict.search import MIN_CHANCE, MIN_GAIN
 from ultrabench.sweep.running.cheaper import (
+    PARTS_LOSS,
     Change,
     changed_in_turn,
     measured_briefly,
@@ -106,7 +107,7 @@ def _rounded_up(gpu_hours: float) -> str:
 def _choices(plan: Plan, state: SweepState, report_progress: ReportProgress) -> Iterator[Proposal]:
     """The sweeps that can be proposed, the one that says most first."""
     asked = Change(overrides=(), plan=plan, losses=())
-    for grid in _grids(asked):
+    for grid in map(_with_losses_of_parts, _grids(asked)):
         known, searched_ids = _known_of_grid(grid.plan), None
         for change in _less_exact(grid):
             price = price_of(change.plan, state, searched_ids=searched_ids, report_progress=report_progress)
@@ -139,6 +140,13 @@ def _grids(asked: Change) -> Iterator[Change]:
         yield search
 
 
+def _with_losses_of_parts(grid: Change) -> Change:
+    """The change with what parts of steps do not say, where runs are screened by them."""
+    if not any(run.slice for run in grid.plan.runs):
+        return grid
+    return replace(grid, losses=(*grid.losses, PARTS_LOSS))
+
+
 def _less_exact(change: Change) -> Iterator[Change]:
     """The runs of a change measured in four ways, the most exact first: unchanged, measured once, fewer steps, both."""
     for other in (change, *changed_in_turn(change, (measured_briefly,))):
@@ -159,7 +167,10 @@ def _known_of_grid(plan: Plan) -> str:
     if len(cells) == 1:
         best_text = f"the fastest layout of {runs_text} {_cells_text(cells, plan.config)}"
     if plan.config.strategy == "adaptive":
-        end_text = f"every other one has less than a {MIN_CHANCE:.0%} chance to be {MIN_GAIN:.0%} faster"
+        chance_text = f"a {MIN_CHANCE:.0%} chance"
+        if any(run.is_screened for run in plan.runs):
+            chance_text = f"{chance_text}, and less where it is cheap to screen,"
+        end_text = f"every other one has less than {chance_text} to be {MIN_GAIN:.0%} faster"
         return f"{best_text}: a search ends when {end_text}"
     return f"{best_text}, and what each axis costs (sweep effects)"
 

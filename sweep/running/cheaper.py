@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ultrabench.errors import ConfigError, counted
-from ultrabench.measure import Measure
+from ultrabench.measure import Measure, PartialSteps
 from ultrabench.store.state import SweepState
 from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.partial_steps import partial_steps_of
@@ -115,23 +115,39 @@ def _with_measure(plan: Plan, measure: Measure) -> Plan:
     return replace(plan, config=replace(plan.config, measure=measure), candidates=(*runs, *others))
 
 
+PARTS_LOSS = (
+    "the exact speed, losses and power of layouts that are not near the best, whose steps are extrapolated"
+)
+"""What a sweep by parts of steps does not say, in words that follow `you will not know`."""
+
+
 def screened_by_parts(plan: Plan) -> Change | None:
     """Parts of steps of each run, and whole steps of the fastest ones; None where runs are so anyway, or have no parts.
 
     The parts are predicted anew, so a plan that takes long has none.
     """
-    config, measure = plan.config, plan.config.measure
-    if partial_steps_of(config) != "off" or len(plan.candidates) >= MIN_PARALLEL_CANDIDATES:
+    new_plan = _with_partial_steps(plan, "auto")
+    if new_plan is None or not any(run.slice for run in new_plan.runs):
         return None
-    changed = replace(config, measure=replace(measure, partial_steps="auto"))
+    return Change(overrides=("measure.partial_steps=auto",), plan=new_plan, losses=(PARTS_LOSS,))
+
+
+def measured_whole(plan: Plan) -> Change | None:
+    """Whole steps of each run at once: where steps are short, they take less than parts and a further start in full."""
+    new_plan = _with_partial_steps(plan, "off")
+    return new_plan and Change(overrides=("measure.partial_steps=off",), plan=new_plan, losses=())
+
+
+def _with_partial_steps(plan: Plan, value: PartialSteps) -> Plan | None:
+    """The plan with another value of measure.partial_steps; None where it has this value, or takes long to make."""
+    config = plan.config
+    if partial_steps_of(config) == value or len(plan.candidates) >= MIN_PARALLEL_CANDIDATES:
+        return None
+    changed = replace(config, measure=replace(config.measure, partial_steps=value))
     try:
-        new_plan = within_limit(make_plan(changed, core_flops_per_s=plan.core_flops_per_s, cores=plan.cores))
+        return within_limit(make_plan(changed, core_flops_per_s=plan.core_flops_per_s, cores=plan.cores))
     except ConfigError:  # no job is long enough for a start in full
         return None
-    if not any(run.slice for run in new_plan.runs):
-        return None
-    loss = "the exact speed, losses and power of layouts that are not near the best, whose steps are extrapolated"
-    return Change(overrides=("measure.partial_steps=auto",), plan=new_plan, losses=(loss,))
 
 
 def on_fewer_nodes(plan: Plan) -> Change | None:
@@ -204,12 +220,13 @@ def savings(
     """
     if not price.jobs:
         return []
-    changes = [*SAME_QUESTION, screened_by_parts, on_fewer_nodes]
+    of_parts = [screened_by_parts, measured_whole]
+    changes = [*SAME_QUESTION, *of_parts, on_fewer_nodes]
     changes += [] if state.launched else [with_smaller_batch]  # another batch is another sweep
     priced_changes = list[PricedChange]()
     for change_of in changes:
         if change := change_of(plan):
-            is_new_search = change_of in (with_smaller_batch, screened_by_parts)
+            is_new_search = change_of in (with_smaller_batch, *of_parts)
             is_same_search = plan.config.strategy == "adaptive" and not is_new_search
             new_price = price_of(
                 change.plan,

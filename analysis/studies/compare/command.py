@@ -173,7 +173,9 @@ def _table_row(row: ResultRow) -> tuple[object, ...]:
     time_texts = (
         with_unit("step_time_s", time_s) if num_runs else status for num_runs, time_s, status in sides
     )
-    ratio_text = f"{row['ratio']:.3f}" if row["runs_a"] and row["runs_b"] else None
+    ratio_text = None
+    if row["runs_a"] and row["runs_b"]:
+        ratio_text = f"{row['ratio']:.3f}{' by parts' * row['by_parts']}"
     p_text = None if math.isnan(row["p_corrected"]) else f"{row['p_corrected']:.2g}"
     return row["finding"], row["model"], row["nodes"], row["layout"], *time_texts, ratio_text, p_text
 

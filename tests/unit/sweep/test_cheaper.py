@@ -51,6 +51,24 @@ def test_a_saving_is_what_planning_with_its_overrides_says(asked, count):
     assert shares
 
 
+def test_parts_that_cost_more_than_whole_steps_have_these_among_the_savings():
+    """With short steps a further start in full costs more than parts save."""
+    overrides = [
+        "hardware=cpu",
+        "model=tiny",
+        "sweep.gbs=128",
+        "sweep.nodes=[1]",
+        "sweep.mbs=[1,2]",
+        "sweep.gas=null",
+    ]
+    plan = make_plan(load_config([*overrides, "measure.partial_steps=[16,40]"]))
+    saving_by_overrides = {saving.overrides: saving for saving in cheaper.savings(plan, price_of(plan), NEW)}
+    whole, parts = (saving_by_overrides[f"measure.partial_steps={value}",] for value in ("off", "auto"))
+    assert (whole.losses, parts.losses) == ((), (cheaper.PARTS_LOSS,))
+    at_once = price_of(make_plan(load_config([*overrides, "measure.partial_steps=off"])))
+    assert whole.price.gpu_hours == pytest.approx(at_once.gpu_hours)
+
+
 def test_a_sweep_that_has_begun_keeps_its_batch_and_saves_of_what_is_left():
     begun = SweepState(launched=Launched(generation=1, config=ASKED.config.resolved))
     for run in ASKED.runs[:5]:

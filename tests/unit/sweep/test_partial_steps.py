@@ -69,7 +69,7 @@ def test_auto_chooses_the_least_linear_size(axes, sizes):
         least_gas = 64
     slice_ = Slice(g1=g1, g2=g2, third=third)
     assert auto_slice(layout(least_gas, **axes)) == slice_
-    assert f"is less than 3 * {g2} micro-batches" in auto_slice(layout(3 * g2 - 4, **axes)).reason
+    assert f"is less than 3 * g2 = {3 * g2}" in auto_slice(layout(3 * g2 - 4, **axes)).reason
     # A wider slice saves enough from 3 * third micro-batches on.
     assert auto_slice(layout(3 * third, **axes)) == replace(slice_, wider=third)
 
@@ -705,7 +705,7 @@ def test_a_plan_says_what_is_measured_by_parts_and_why_others_are_not():
         f"measure.partial_steps=auto: {num_parts} of {len(mixed.runs)} runs are screened by parts"
     )
     assert num_small == 1
-    assert reasons == ["1 is screened by 6 whole steps: gas=8 is less than 3 * 4 micro-batches"]
+    assert reasons == ["1 is screened by 6 whole steps: gas=8 is less than 3 * g2 = 12"]
     assert {run.is_screened for run in mixed.runs} == {True}
     fewer = make_plan(load_config([*overrides, "sweep.gbs=[8,16,64]", "measure.partial_steps=auto"]))
     _, *lines = screening_lines(fewer, SweepState())
@@ -717,9 +717,12 @@ def test_a_plan_says_what_is_measured_by_parts_and_why_others_are_not():
     assert lines[1:] == [
         "to have the reason of each: ultrabench sweep plan -o FILE.parquet (column whole_reason)"
     ]
-    for settings in ((), (ADAPTIVE, "trace=true"), (ADAPTIVE, "measure.partial_steps=off")):
+    traced = ["every run is measured in full: trace=true, which shows a whole step"]
+    for settings, lines in (
+        ((), []), ((ADAPTIVE, "trace=true"), traced), ((ADAPTIVE, "measure.partial_steps=off"), []),
+    ):  # fmt: skip
         plan = make_plan(load_config([*IN_PARTS, *settings]))
-        assert [*screening_lines(plan, SweepState())] == []
+        assert [*screening_lines(plan, SweepState())] == lines
         assert not any(run.is_screened or run.whole_steps for run in plan.runs)
     first, advice = screening_lines(make_plan(load_config([*IN_PARTS, ADAPTIVE])), SweepState())
     assert first.startswith("measure.partial_steps=auto: 3 of 3 runs are screened by parts of steps; ")

@@ -97,7 +97,7 @@ def test_longer_starts_than_predicted_make_two_of_them_too_dear():
     (["kernel.command=[python,train.py,'--mbs={mbs}']"],
      "the command and the files of kernel command are the same with other gas and gbs"),
     (["+kernel.supports={gas: [8, 16, 32, 64]}"], "with gas=2: kernel command supports gas"),
-    (["sweep.gbs=8"], "is less than 3 * 4 micro-batches"),
+    (["sweep.gbs=8"], "is less than 3 * g2 = 12"),
 ])  # fmt: skip
 def test_programs_that_no_part_stands_for_are_measured_in_full(overrides, reason):
     plan = plan_of(*overrides)

@@ -200,7 +200,7 @@ def savings_lines(all_savings: Sequence[Saving], price: Price) -> Iterator[str]:
         settings_text = " ".join(map(shlex.quote, saving.overrides))
         hours_text = f"{GPU_HOURS.brief_text(saving.price.gpu_hours)} (-{saving.share:.0%})"
         loss_text = "".join(f"; you will not know {loss}" for loss in saving.losses)
-        yield f"  {settings_text}  {hours_text}{loss_text or ', all of these'}"
+        yield f"  {settings_text}  {hours_text}{loss_text or (', together' if len(saving.overrides) > 1 else '')}"
 
 
 def jobs_line(price: Price, config: SweepConfig) -> str:

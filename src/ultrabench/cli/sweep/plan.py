@@ -103,7 +103,7 @@ from ultrabench.sweep.running.price import (
 )
 from ultrabench.sweep.running.progress import SweepProgress, progress_of
 from ultrabench.sweep.running.rereads import Rereads
-from ultrabench.sweep.running.standings import measured_rates
+from ultrabench.sweep.running.standings import measured_rates, standings_of
 from ultrabench.sweep.similar_layouts import group_column, group_lines, groups_of, shown_runs
 
 KEY_BY_COLUMN = {
@@ -178,9 +178,14 @@ def show_plan(
         say(f"wrote {counted(len(plan.candidates), 'candidate')} to {output}")
     progress = progress_of(config.name, plan.runs, state, config.hardware.device)
     rate_by_run = measured_rates(plan.runs, state, config.hardware.device)
+    rankings = standings_of(plan.runs, state, config.hardware.device)
+    screened_ids = {s.run_id for ranking in rankings.values() for s in ranking if s.screened}
     best_rows = list[Row]()
     if top:
         best_rows = layouts_to_try(plan, top, rate_by_run, advised_p_oom, with_similar=with_similar)
+        for row in best_rows:
+            if row["run_id"] in screened_ids:
+                row["why"] = "only screened"
     with shown_progress(SEARCHED_CELLS) as report:
         price = choice.price if choice else price_of(plan, state, report_progress=report)
         all_savings = [] if choice else savings(plan, price, state, report_progress=report)

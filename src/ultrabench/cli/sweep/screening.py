@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from ultrabench.errors import are, counted
 from ultrabench.store.state import SweepState
-from ultrabench.sweep.partial_steps import partial_steps_of
+from ultrabench.sweep.partial_steps import partial_steps_of, whole_steps_of_any_run
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.running.attempts import runs_with_too_little
 
@@ -21,10 +21,15 @@ def screening_lines(plan: Plan, state: SweepState) -> Iterator[str]:
         reason = reasons[0] if reasons else f"measure.partial_steps={setting_text}"
         yield f"{counted(len(runs_again), 'measured run')} {are(len(runs_again))} measured again in full: {reason}"
     if setting == "off":
+        is_auto_elsewhere = config.measure.partial_steps is None and config.strategy == "adaptive"
+        if is_auto_elsewhere and config.kernel.trains_itself and (why := whole_steps_of_any_run(config)):
+            yield f"every run is measured in full: {why.reason}"
         return
     num_parts = sum(run.slice is not None for run in plan.runs)
     fact = f"measure.partial_steps={setting_text}: {num_parts:,} of {counted(len(plan.runs), 'run')}"
-    full_text = "; the best of each cell and those near it are measured in full, too" if num_parts else ""
+    full_text = ""
+    if any(run.is_screened for run in plan.runs):
+        full_text = "; the best of each cell and those near it are measured in full, too"
     yield f"{fact} {are(num_parts)} screened by parts of steps{full_text}"
     if num_two_starts := sum(run.has_two_starts for run in plan.runs):
         kernel_text = f"kernel {config.kernel.name} runs steps of one size"
