@@ -75,6 +75,8 @@ class Cell:
     """Number of runs of the cell that ended in another way, neither ok nor out of memory, in all their repeats."""
     num_in_doubt: int = 0
     """Number of runs of the cell that were ok, but suspect in each ok repeat."""
+    num_screened: int = 0
+    """Number of runs of the cell that were ok, but only screened."""
     num_repeats: int = 0
     """Number of repeats of the best run that have ended."""
     num_repeats_failed: int = 0
@@ -355,7 +357,7 @@ def tried(cell: Cell) -> list[str]:
     num_as_good, (tried_text, oom_text) = len(cell.as_good_as_best), OUTCOMES[cell.predicted]
     counts = (
         (cell.num_runs, tried_text), (num_as_good, "as good"), (cell.num_oom, oom_text), (cell.num_failed, "failed"),
-        (cell.num_in_doubt, "suspect"),
+        (cell.num_in_doubt, "suspect"), (cell.num_screened, "screened"),
     )  # fmt: skip
     failed_repeats = repeats_failed(cell.num_repeats, cell.num_repeats_failed)
     count_texts = (failed_repeats, *(f"{num_runs:,} {outcome}" for num_runs, outcome in counts if num_runs))

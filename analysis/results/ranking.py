@@ -428,5 +428,6 @@ def _run_counts(cell_standings: Sequence[Standing]) -> Row:
     num_by_outcome = Counter(standing.outcome for standing in ended_runs)
     num_failed = len(ended_runs) - num_by_outcome[Status.OK] - num_by_outcome[Status.OOM]
     num_in_doubt = sum(run.outcome == Status.OK and run.suspect is not None for run in ended_runs)
+    num_screened = sum(run.outcome == Status.OK and run.screened for run in ended_runs)
     counts = {"num_runs": len(ended_runs), "num_oom": num_by_outcome[Status.OOM], "num_failed": num_failed}
-    return counts | {"num_in_doubt": num_in_doubt}
+    return counts | {"num_in_doubt": num_in_doubt, "num_screened": num_screened}

@@ -94,10 +94,11 @@ def test_a_cell_counts_runs_by_their_best_repeat_and_names_axes_that_vary():
         row("b", 4.0, repeat=1),
         row("c", status="oom", dp=4), row("c", status="crash", repeat=1, dp=4), row("d", status="hang", dp=None),
         row("e", suspect="hot"), row("waits", status=None), row("never", status="rejected", tp=3),
-        row("left", status="skipped"),
+        row("left", status="skipped"), row("f", screened=True),
     ]  # fmt: skip
     (cell,) = cells_of(*rows)
-    assert (cell.num_runs, cell.num_oom, cell.num_failed, cell.num_in_doubt) == (5, 1, 1, 1)
+    assert (cell.num_runs, cell.num_oom, cell.num_failed, cell.num_in_doubt) == (6, 1, 1, 1)
+    assert cell.num_screened == 1
     assert (cell.num_repeats, cell.num_repeats_failed, cell.varied_axes) == (2, 1, ("dp",))
 
 
