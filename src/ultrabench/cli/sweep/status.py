@@ -209,9 +209,8 @@ def activity(folder: SweepFolder, progress: SweepProgress, state: SweepState, nu
     Args:
         num_left: what `num_starts_left` returns.
     """
-    is_followed = living_launchers(folder) and not lines_of_new_copy(
-        folder
-    )  # a copy has the leases of its original
+    # A copy has the leases of its original.
+    is_followed = living_launchers(folder) and not lines_of_new_copy(folder)
     if not (progress.left or num_left):
         # A launcher knows of more, such as runs that it measures again (--reuse), or a control run that ends a job.
         return "followed" if is_followed else "done"
