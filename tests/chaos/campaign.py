@@ -30,8 +30,9 @@ LIFE_S = 15.0
 """Longest time, in seconds, that the next fault waits for the sweep to make progress after a fault."""
 AGAIN_S = 20.0
 """Seconds after which a fault that hit nothing is repeated; sooner if the sweep moves or a new one runs."""
-END_S = 300.0
-"""Seconds within which a sweep has to end after the last fault."""
+END_S = 420.0
+"""Seconds within which a sweep has to end after the last fault. A launcher gives up agents of another cluster, which it
+cannot see, only when they were silent for their time limit, which is at least 300 s."""
 ANSWER_S = 60.0
 """Seconds within which `sweep status` and `collect` have to answer."""
 MAX_LAUNCHES = 30
