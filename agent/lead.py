@@ -408,10 +408,7 @@ class Leader:
 
 def _of_start(result: RunResult, part_start: PartStart) -> RunResult:
     """The failed result of one of two starts, which says in which of them it failed."""
-    start_text = f"in the start with {part_start.gas} micro-batches a step"
-    return replace(
-        result, reason=f"{result.reason}; {start_text}, which measure.partial_steps=off does not make"
-    )
+    return replace(result, reason=f"{result.reason}; in the start with {part_start.gas} micro-batches a step")
 
 
 def may_fit(task: Task, results: Sequence[TaskResult]) -> bool:

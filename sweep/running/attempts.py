@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ultrabench.kernel_config import LOG_OPTIONS, KernelConfig
 from ultrabench.layout import dominates, family
 from ultrabench.measure import Measure
-from ultrabench.result import UNMEASURED, RunResult, Status
+from ultrabench.result import FAULTS, UNMEASURED, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.standing import Standing, near_best, open_contenders
 from ultrabench.store.jobs_seen import Origin
@@ -238,6 +238,7 @@ def next_attempts(
         for run in plan.runs
         if run.run_id not in oom_id_by_run
     ]
+    open_runs = [_without_parts_that_fail(run, finder, config) for run in open_runs]
     if config.strategy == "adaptive":
         queued_ids = {key.run_id for key in keys_under_way if key.repeat < config.repeats}
         open_runs = _begun_and_proposed(config, finder, open_runs, queued_ids)
@@ -292,6 +293,22 @@ def next_attempts(
         stop_reason=breaker_reason(state, config.retry, blame, launch.since_end_s),
         blame=blame,
     )
+
+
+def _without_parts_that_fail(run: Candidate, finder: "_AttemptFinder", config: SweepConfig) -> Candidate:
+    """The run in full, if its program has failed by itself in the starts for parts and is not tried so again.
+
+    It may not be able to run steps of another size, which says nothing about whole steps; memory that does not suffice
+    for a part does.
+    """
+    attempts = finder.attempts_by_run.get(run.run_id, ())
+    if not run.has_two_starts or any(attempt.ok for attempt in attempts):
+        return run
+    screening_statuses = [a.result.status for a in attempts if a.result and a.result.is_screened]
+    if not screening_statuses or screening_statuses[-1] not in FAULTS - {Status.OOM}:
+        return run
+    is_tried_again = bool(finder.todo_of([run], range(config.repeats)))
+    return run if is_tried_again else run.in_full(config.measure)
 
 
 def attempts_of_next_launch(

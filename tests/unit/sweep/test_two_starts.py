@@ -18,6 +18,7 @@ from ultrabench.sweep.predict.predict import start_s
 from ultrabench.sweep.running.attempts import next_attempts
 from ultrabench.sweep.running.outliers import suspect_attempts
 from ultrabench.sweep.running.price import price_of, with_measured_times
+from ultrabench.sweep.running.standings import standings_of
 
 GAS_WORDS = "[python,train.py,'--gas={gas}','--batch={gbs}']"
 PROGRAM = [
@@ -128,6 +129,34 @@ def planned(state, plan):
         (RUNS.index(next(r for r in RUNS if r.run_id == t.key.run_id)), t.key.repeat, t.candidate.is_screened)
         for t in next_attempts(plan, state).todo
     ]
+
+
+@pytest.mark.parametrize("status", [Status.CRASH, Status.HANG, Status.INVALID])
+def test_a_program_that_fails_at_the_size_of_a_part_is_measured_in_full(status):
+    """It may not be able to run such a size, which says nothing about whole steps."""
+    state, attempt = measured(SweepState(), RUNS[1], 1.5, parts=True), 0
+    while planned(state, PLAN) == [(0, 0, True)]:
+        told(state, RUNS[0], status, 0, attempt, screened=True, reason="cannot run gas 6", cause="exit_code")
+        attempt += 1
+    assert attempt, "parts are tried first, as often as the retry policy says"
+    assert planned(state, PLAN) == [(0, 1, False)]
+    failed = replace(state, attempts=dict(state.attempts))
+    while todo := [place for place in planned(failed, PLAN) if place[0] == 0]:
+        assert todo == [(0, 1, False)], "whole steps are tried again, too, and then no more"
+        told(failed, RUNS[0], status, 1, attempt, reason="cannot run at all", cause="exit_code")
+        attempt += 1
+    assert planned(failed, PLAN) == [(1, 1, False)]
+    measured(state, RUNS[0], 1.0, parts=False, repeat=1)
+    (ranking,) = standings_of(RUNS, state, "cpu").values()
+    assert [s.run_id for s in ranking if s.best] == [RUNS[0].run_id]
+    assert [place for place in planned(state, PLAN) if place[2]] == [], "no parts any more"
+
+
+def test_memory_that_does_not_suffice_for_a_part_does_not_for_whole_steps():
+    state = measured(SweepState(), RUNS[1], 1.5, parts=True)
+    for attempt in range(2):
+        told(state, RUNS[0], Status.OOM, 0, attempt, screened=True, confirmed=True)
+    assert planned(state, PLAN) == [(1, 1, False)]
 
 
 def test_contenders_are_measured_in_full_in_all_their_other_starts():
