@@ -10,6 +10,7 @@ from tests.sweep_folder import events_of, write
 from tests.unit.cli.conftest import QUICK, as_json, content, one_line, record
 from ultrabench.errors import ClusterError
 from ultrabench.launchers import open_sweep as opening
+from ultrabench.launchers.launcher import own_origin
 from ultrabench.processes import own_name
 from ultrabench.store.claim import GIVEN_UP, owner_of
 from ultrabench.store.events import (
@@ -127,6 +128,16 @@ def test_a_cancel_that_slurm_does_not_take_is_written_down_and_left_to_who_follo
         in refusal
     )
     assert (state_of(unreachable).cancelled, len(sorted_events(unreachable, "cancel"))) == (True, 2)
+
+
+def test_a_job_that_waited_for_this_machine_is_over_when_it_is_cancelled(ultrabench, sweep):
+    """Its agent has recorded nothing, and nobody follows the sweep any more."""
+    by = dict(own_origin())
+    write(sweep, replace(PLANNED, by=by), Submitting(allocation="n1-b.0"))
+    assert as_json(ultrabench, "sweep", "status")["waiting_allocations"] == 1
+    assert ultrabench("sweep", "cancel")[0] == 0
+    assert as_json(ultrabench, "sweep", "status")["waiting_allocations"] == 0
+    assert state_of(sweep).allocations["n1-b.0"].ended == "cancelled before it started"
 
 
 def test_a_run_in_another_pid_namespace_or_host_is_not_called_cancelled(ultrabench, sweep):

@@ -18,7 +18,7 @@ from ultrabench.processes import own_name
 from ultrabench.result import FAILURES, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.claim import give_up
-from ultrabench.store.events import Cancel, Launched, Pause
+from ultrabench.store.events import BY_LAUNCHER, AllocationEnded, Cancel, Launched, Pause
 from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.identity import ensure_identity
 from ultrabench.store.jobs_seen import is_same_site
@@ -219,14 +219,19 @@ def _end_allocations(folder: SweepFolder, state: SweepState, plan: Plan, *, queu
         say(f"jobs of {', '.join(sorted(other_users))} are still active: only their owner can end them")
     launcher = choose_launcher(plan.config, folder, submits=False)
     own_allocations = {n: a for n, a in allocations.items() if a.by.get("user", own_name()) == own_name()}
-    unended = {} if queued_only else own_allocations
+    unended, given_up_names = {} if queued_only else own_allocations, list[str]()
     for name in [name for name, allocation in unended.items() if not allocation.agents]:
         with contextlib.suppress(OSError):
             if give_up(folder.claims, name):
-                del unended[name]
+                by = unended.pop(name).by
+                given_up_names += [name] if is_same_site(launcher.origin, by) else []
     launcher.cancel(allocations, queued_only=queued_only)
     if launcher.origin["cluster"]:
         return  # jobs of a cluster are ended by their names, from every host
+    if given_up_names and not living_launchers(folder):  # nobody else records that they are over
+        journal, reason = JournalWriter(folder.journal, "cancel"), "cancelled before it started"
+        for name in given_up_names:
+            journal.write(AllocationEnded(allocation=name, reason=reason, source=BY_LAUNCHER, held_s=0.0))
     if hidden := {n: a for n, a in unended.items() if not is_same_site(launcher.origin, a.by)}:
         names, places = ", ".join(hidden), ", ".join(sorted({a.by["host"] for a in hidden.values()}))
         raise ClusterError(f"{names} runs on {places}, whose processes cannot be ended from here")
