@@ -135,7 +135,9 @@ def screened_by_parts(plan: Plan) -> Change | None:
 def measured_whole(plan: Plan) -> Change | None:
     """Whole steps of each run at once: where steps are short, they take less than parts and a further start in full."""
     new_plan = _with_partial_steps(plan, "off")
-    return new_plan and Change(overrides=("measure.partial_steps=off",), plan=new_plan, losses=())
+    if new_plan is None:
+        return None
+    return Change(overrides=("measure.partial_steps=off",), plan=new_plan, losses=())
 
 
 def _with_partial_steps(plan: Plan, value: PartialSteps) -> Plan | None:
