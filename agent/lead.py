@@ -389,8 +389,8 @@ class Leader:
             canonical_json(to_dict(result))  # fails where the journal would
         except Exception as error:  # ranks may report anything; the node is not to blame
             reason = f"the reports of the ranks cannot be classified: {type(error).__name__}: {error}"
-            screened = True if task.is_screened else None
-            result = RunResult(status=Status.INVALID, reason=reason, cause="bad_report", screened=screened)
+            is_screened = task.is_screened or None
+            result = RunResult(status=Status.INVALID, reason=reason, cause="bad_report", screened=is_screened)
         if progress.first_step_s is None and result.status in UNFINISHED_STATUSES and group.compiler_locks:
             result = replace(result, reason=f"{result.reason}; {locks_text(group.compiler_locks)}")
         digest, overrides = self._allocation.kernel_digest, variables_of(task.spec.variant)

@@ -96,7 +96,7 @@ def classify(
     step_time_ci95_rel = RunResult(
         status=result.status,
         step_times_s=tuple(step_times_s),
-        screened=True if task.is_screened else None,
+        screened=task.is_screened or None,
         arrival_error_s=arrival_error_s,
         **columns_of_parts,
     ).step_time_ci95_rel
@@ -117,7 +117,7 @@ def classify(
         stopped=done_line.get("stopped") or ((result.stopped or "program") if is_ok else None),
         ci_reached=None if step_time_ci95_rel is None else step_time_ci95_rel <= measure.target_ci95_rel,
         step_times_s=tuple(step_times_s),
-        screened=True if task.is_screened else None,
+        screened=task.is_screened or None,
         rank_step_times_s=extreme_medians_s([rank.measured_seconds(measure) for rank in progress.ranks]),
         loss_final=_compared_loss(reporter, measure),
         loss_step=measure.loss_step,

@@ -4,6 +4,7 @@
 const GIB = 2 ** 30;
 const pageData = JSON.parse(document.getElementById("data").textContent);
 const numRows = pageData.num_rows;
+const allRows = [...Array(numRows).keys()];
 const isPlan = pageData.notice !== ""; // nothing was measured
 const columns = decodeAll(pageData.columns);
 

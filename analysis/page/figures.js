@@ -75,12 +75,12 @@ function everyPoints(shown) {
     y: measure(state.y, row),
     row,
   }));
-  const numSuspects = points.filter(({ row }) => !mayWin(row)).length;
-  const numScreened = points.filter(({ row }) => dotOf(row) === "screened").length;
+  const numOf = (dot) => points.filter(({ row }) => dotOf(row) === dot).length,
+    numScreened = numOf("screened");
   const screenedText = numScreened ? `; hollow: ${numScreened} ${pageData.names.screened_by}` : "";
   const kindText = isPlan
     ? "that are likely to fit."
-    : `that ended ok; crosses: ${numSuspects} that are suspect or stopped early${screenedText}.`;
+    : `that ended ok; crosses: ${numOf("excluded")} that are suspect or stopped early${screenedText}.`;
   const note = `${counted(points.length, "layout")} ${kindText} Select a point to open its layout.`;
   return { points, note, label: MEASURES[state.y], xColumn: state.x };
 }

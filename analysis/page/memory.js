@@ -5,7 +5,7 @@ const DERIVED_AXES = ["dp", "gas"]; // they follow from the other axes
 const SLIDERS = ["model", "nodes", ...pageData.axes, "seq_len", "gbs", "precision"].filter(
   (name) => !DERIVED_AXES.includes(name) && distinct(name).length > 1,
 );
-const planned = [...Array(numRows).keys()].filter(
+const planned = allRows.filter(
   (row) => value("source", row) === "predicted" && value("rank_mem_bytes", row),
 );
 const PART_COLOURS = ["#3b6fb6", "#d9822b", "#5a9e52", "#a15cab", "#c2b02f", "#4fb0b0", "#9a9a9a"]; // one for each part

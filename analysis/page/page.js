@@ -98,7 +98,7 @@ function isShown(row) {
 }
 
 function shownRows() {
-  return [...Array(numRows).keys()].filter(isShown);
+  return allRows.filter(isShown);
 }
 
 // Opens a row that is chosen in a figure.

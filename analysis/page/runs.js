@@ -121,7 +121,7 @@ function runsTable(standingRuns, showsAll, openContender, onChoose, onShowAll) {
 function aboutRun(row) {
   const runId = value("run_id", row),
     contender = value("contender", row);
-  const attempts = [...Array(numRows).keys()]
+  const attempts = allRows
     .filter((attempt) => value("contender", attempt) === contender)
     .sort((a, b) => value("repeat", a) - value("repeat", b) || value("attempt", a) - value("attempt", b));
   const attemptColumns = nonemptyColumns(ATTEMPT_COLUMNS, attempts);

@@ -47,10 +47,8 @@ function screening(row) {
 }
 
 // How each ok row was measured, for the filters of a page on which some rows were only screened.
-if ([...Array(numRows).keys()].some(screening))
-  columns.measured = [...Array(numRows).keys()].map((row) =>
-    isOk(row) ? (screening(row) ?? "in full") : null,
-  );
+if (allRows.some(screening))
+  columns.measured = allRows.map((row) => (isOk(row) ? (screening(row) ?? "in full") : null));
 
 // Half the interval of the time of a whole step by the turns of parts alone; null where it is unknown.
 function partsInterval(row) {

@@ -383,7 +383,7 @@ def caveats(table: pa.Table) -> list[str]:
 
 def screened_rows(table: pa.Table) -> list[str]:
     """A line that counts the ok rows that only screened their runs."""
-    screened = table.filter(pc.and_(pc.equal(table["status"], "ok"), pc.is_valid(table["screened"])))
+    screened = table.filter(pc.and_(pc.equal(table["status"], Status.OK), pc.is_valid(table["screened"])))
     num_screened, num_partial = len(screened), len(screened) - screened["measured_gas"].null_count
     if not num_screened:
         return []

@@ -247,11 +247,7 @@ def next_attempts(
         unsettled_cells = {attempt.candidate.cell for attempt in todo}
         settled_runs = [run for run in open_runs if run.cell not in unsettled_cells]
         # A start in full that has failed is tried again, if it is at all, before others take the place of its run.
-        failed_runs = [
-            run
-            for run in settled_runs
-            if run.is_screened and has_failed_in_full(finder.attempts_by_run.get(run.run_id, ()))
-        ]
+        failed_runs = [run for run in settled_runs if finder.has_failed_in_full(run)]
         todo += (retries := finder.starts_in_full(failed_runs, config.measure, config.repeats))
         retried_cells = {attempt.candidate.cell for attempt in retries}
         settled_runs = [run for run in settled_runs if run.cell not in retried_cells]
@@ -350,13 +346,10 @@ def attempts_after(
     reuses_parts = is_adaptive(state) if partial_steps is None else partial_steps != "off"
     finder = _AttemptFinder(state, state.by_run(), policy, blame, launch, frozenset(), reuses_parts)
     # A start in full that has failed is tried again as such.
-    failed_in_full, others = list[Candidate](), list[Candidate]()
-    for run in runs:
-        has_failed = run.is_screened and has_failed_in_full(finder.attempts_by_run.get(run.run_id, ()))
-        (failed_in_full if has_failed else others).append(run)
     repeats = state.config["repeats"]
-    todo = finder.todo_of(others, range(repeats))
-    return todo + finder.starts_in_full(failed_in_full, None, repeats)
+    failed_runs = [run for run in runs if finder.has_failed_in_full(run)]
+    other_runs = [run for run in runs if not finder.has_failed_in_full(run)]
+    return finder.todo_of(other_runs, range(repeats)) + finder.starts_in_full(failed_runs, None, repeats)
 
 
 def _begun_and_proposed(
@@ -512,6 +505,10 @@ class _AttemptFinder:
             self._next_attempt(run, repeat, repeats.stop, num_screening) for repeat in repeats for run in runs
         )
         return [attempt for attempt in next_attempts if attempt]
+
+    def has_failed_in_full(self, run: Candidate) -> bool:
+        """Whether a run that is screened has failed in the start that was to measure it in full."""
+        return run.is_screened and has_failed_in_full(self.attempts_by_run.get(run.run_id, ()))
 
     def starts_in_full(
         self, screened_runs: Sequence[Candidate], measure: Measure | None, num_screening: int, number: int = 1

@@ -44,9 +44,9 @@ def test_show_says_that_a_program_starts_twice(ultrabench, tmp_path):
     folder = make_folder(tmp_path / "results" / "two", sweep_json_of(plan.config, {}), plan.candidates)
     write(folder, Launched(generation=1, config=plan.config.resolved))
     run = plan.runs[0]
-    shown = as_json(ultrabench, "sweep", "show", run.run_id)["program"]
+    start = as_json(ultrabench, "sweep", "show", run.run_id)["program"]
     gbs = 2 * run.layout.dp * run.layout.mbs
-    assert (shown["gas_of_starts"], shown["command"][-2:]) == ([2, 4], ["--gas=2", f"--gbs={gbs}"])
+    assert (start["gas_of_starts"], start["command"][-2:]) == ([2, 4], ["--gas=2", f"--gbs={gbs}"])
     out = ultrabench("sweep", "show", run.run_id)[1]
     assert "the program starts twice: with 2 micro-batches a step, as above, then with 4" in out
     record(folder, run, **OF_PARTS)

@@ -63,10 +63,12 @@ def test_parts_that_cost_more_than_whole_steps_have_these_among_the_savings():
     ]
     plan = make_plan(load_config([*overrides, "measure.partial_steps=[16,40]"]))
     saving_by_overrides = {saving.overrides: saving for saving in cheaper.savings(plan, price_of(plan), NEW)}
-    whole, parts = (saving_by_overrides[f"measure.partial_steps={value}",] for value in ("off", "auto"))
-    assert (whole.losses, parts.losses) == ((), (cheaper.PARTS_LOSS,))
+    whole_saving, parts_saving = (
+        saving_by_overrides[f"measure.partial_steps={value}",] for value in ("off", "auto")
+    )
+    assert (whole_saving.losses, parts_saving.losses) == ((), (cheaper.PARTS_LOSS,))
     at_once = price_of(make_plan(load_config([*overrides, "measure.partial_steps=off"])))
-    assert whole.price.gpu_hours == pytest.approx(at_once.gpu_hours)
+    assert whole_saving.price.gpu_hours == pytest.approx(at_once.gpu_hours)
 
 
 def test_a_sweep_that_has_begun_keeps_its_batch_and_saves_of_what_is_left():

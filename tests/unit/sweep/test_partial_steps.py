@@ -742,8 +742,8 @@ def test_a_plan_of_whole_steps_says_that_runs_are_measured_again():
         measured(state, run, STEP_S, parts=True)
     confirmed(state, RUNS[1], STEP_S, STEP_S)
     measured(state, RUNS[2], STEP_S, parts=False)
-    again = [*screening_lines(make_plan(load_config(IN_PARTS)), state)]
-    assert again == ["2 measured runs are measured again in full: measure.partial_steps=off"]
+    lines = [*screening_lines(make_plan(load_config(IN_PARTS)), state)]
+    assert lines == ["2 measured runs are measured again in full: measure.partial_steps=off"]
     traced = make_plan(load_config([*IN_PARTS, "measure.partial_steps=auto", "trace=true"]))
     first = next(screening_lines(traced, state))
     assert first == "1 measured run is measured again in full: trace=true, which shows a whole step"

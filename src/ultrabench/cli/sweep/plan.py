@@ -178,11 +178,11 @@ def show_plan(
         say(f"wrote {counted(len(plan.candidates), 'candidate')} to {output}")
     progress = progress_of(config.name, plan.runs, state, config.hardware.device)
     rate_by_run = measured_rates(plan.runs, state, config.hardware.device)
-    rankings = standings_of(plan.runs, state, config.hardware.device)
-    screened_ids = {s.run_id for ranking in rankings.values() for s in ranking if s.screened}
     best_rows = list[Row]()
     if top:
         best_rows = layouts_to_try(plan, top, rate_by_run, advised_p_oom, with_similar=with_similar)
+        rankings = standings_of(plan.runs, state, config.hardware.device)
+        screened_ids = {s.run_id for ranking in rankings.values() for s in ranking if s.screened}
         for row in best_rows:
             if row["run_id"] in screened_ids:
                 row["why"] = "only screened"

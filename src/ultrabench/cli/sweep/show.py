@@ -131,8 +131,6 @@ def _start(
 def _is_screening(attempts: Sequence[AttemptState]) -> bool:
     """Whether the latest attempt screens its run, or the first one will."""
     latest_result = attempts[-1].result if attempts else None
-    if attempts and (latest_ok := attempts[-1].ok):
-        return latest_ok.is_screened
     # A lost attempt does not say what it was to measure.
     return bool(latest_result and latest_result.is_screened) or not any(attempt.ok for attempt in attempts)
 

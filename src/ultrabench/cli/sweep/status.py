@@ -121,8 +121,8 @@ def num_starts_left(
     if not progress.left and runs:
         with contextlib.suppress(UltrabenchError):
             plan = Plan(config=launched_config(folder, state), candidates=tuple(runs))
-            left = attempts_of_next_launch(plan, state)
-            return len(left.todo) + left.num_waiting
+            attempts = attempts_of_next_launch(plan, state)
+            return len(attempts.todo) + attempts.num_waiting
     return 0
 
 

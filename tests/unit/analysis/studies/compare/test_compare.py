@@ -196,9 +196,12 @@ def test_parts_of_steps_on_a_straight_line_are_counted():
 
 
 def test_layouts_that_one_side_has_only_screened_are_counted():
-    few = compared(rows_of(1), rows_of(2, screened=True))
-    both = compared(by_parts(3, 0.3) + rows_of(1), by_parts(2))
-    texts = [" ".join(comparison.notes) for comparison in (few, both, compared(rows_of(1), rows_of(2)))]
+    comparisons = (
+        compared(rows_of(1), rows_of(2, screened=True)),
+        compared(by_parts(3, 0.3) + rows_of(1), by_parts(2)),
+        compared(rows_of(1), rows_of(2)),
+    )
+    texts = [" ".join(comparison.notes) for comparison in comparisons]
     start = "Only screened, by parts of steps or few whole steps: 0 of the layouts in A, 20 in B."
     assert [start in text for text in texts] == [True, True, False]
     assert "Only screened" not in texts[2]
